@@ -1,0 +1,33 @@
+"""The one family of errors that a user can cause.
+
+Each message is a single line: what was wrong, where (file, key, value), and
+what to do about it. Anything else that escapes is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class SpoolError(Exception):
+    """Base of every error that a user, a configuration or foreign data can cause."""
+
+
+class ConfigError(SpoolError):
+    """A configuration key or value is not usable."""
+
+
+class StoreError(SpoolError):
+    """The spool directory cannot be used as asked."""
+
+
+class BadShard(SpoolError):
+    """A shard is torn, altered, hostile, or asks for something that is refused.
+
+    Parameters
+    ----------
+    reason : str
+        Why, in one line, without the path.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
