@@ -1,0 +1,223 @@
+"""The small JSON files of a spool directory: what a run, a step and a rank say.
+
+Whoever reads one may meet a file of another program or version, so types are
+checked, and an error names file and member.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spool.errors import StoreError
+
+FORMAT_VERSION = 1
+
+# A marker is small; one that is not is not ours.
+_MAX_MARKER = 16 << 20
+_NUMBER = re.compile("0|[1-9][0-9]{0,11}")
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What ``run.json`` says.
+
+    Parameters
+    ----------
+    format : int
+        Version of the spool directory's format.
+    run_id : str
+        Random; tells two runs apart that used the same directory.
+    created : float
+        Seconds since the epoch.
+    timestamp : str
+        ``YYYYmmddHHMMSS`` in local time, fixed once: it is in names of result files.
+    versions : dict of str to str
+        Of the programs that wrote the run, e.g. ``{"torch": "2.1.0"}``.
+    """
+
+    format: int
+    run_id: str
+    created: float
+    timestamp: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """What was captured in one step of one rank.
+
+    Parameters
+    ----------
+    shards, bytes : int
+        What a reader must find.
+    dropped : int
+        Calls lost for lack of room or by failure.
+    skipped : dict of str to int
+        Calls left alone, by reason.
+    blocked_seconds : float
+        How long training waited for the spool.
+    """
+
+    shards: int
+    bytes: int
+    dropped: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    blocked_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankCounts:
+    """What was captured in one rank, and why capture ended there."""
+
+    steps: dict[int, StepCounts]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The last sign of life of a rank.
+
+    Parameters
+    ----------
+    time : float
+        Seconds since the epoch, by the training host's clock.
+    pid, host : int, str
+    step : int
+        The open step.
+    captured, bytes : int
+        Shards and their bytes so far.
+    blocked : bool
+        Whether training waits for room in the spool.
+    """
+
+    time: float
+    pid: int
+    host: str
+    step: int
+    captured: int
+    bytes: int
+    blocked: bool = False
+
+
+def new_run(versions: dict[str, str]) -> RunInfo:
+    """Describe a run that starts now."""
+    now = time.time()
+    stamp = time.strftime("%Y%m%d%H%M%S", time.localtime(now))
+    return RunInfo(FORMAT_VERSION, uuid.uuid4().hex, now, stamp, dict(versions))
+
+
+def to_json(marker: RunInfo | StepCounts | RankCounts | Heartbeat) -> bytes:
+    """Return the text of a marker."""
+    record = asdict(marker)
+    return (json.dumps(record, indent=1, sort_keys=True) + "\n").encode()
+
+
+def load_run(path: Path) -> RunInfo | None:
+    """Read ``run.json``, or None if there is none; a newer format is an error."""
+    record = _load(path)
+    if record is None:
+        return None
+    version = record.get("format")
+    if type(version) is int and version > FORMAT_VERSION:
+        raise StoreError(
+            f"{path.parent} is of spool format {version}, but this Spool reads "
+            f"{FORMAT_VERSION}: update Spool"
+        )
+    run: RunInfo = _make(RunInfo, record, path)
+    if not re.fullmatch("[0-9]{14}", run.timestamp):
+        raise StoreError(_malformed(path, "timestamp"))
+    return run
+
+
+Marker = TypeVar("Marker", StepCounts, Heartbeat)
+
+
+def load(kind: type[Marker], path: Path) -> Marker | None:
+    """Read a marker of one kind, or None if there is none.
+
+    Raises
+    ------
+    StoreError
+        If it cannot be read or is not what `to_json` writes.
+    """
+    record = _load(path)
+    if record is None:
+        return None
+    marker: Marker = _make(kind, record, path)
+    return marker
+
+
+def load_rank(path: Path) -> RankCounts | None:
+    """Read the marker of a complete rank, or None if there is none."""
+    record = _load(path)
+    if record is None:
+        return None
+    steps, reason = record.get("steps"), record.get("reason")
+    if type(steps) is not dict or type(reason) is not str:
+        raise StoreError(_malformed(path))
+    counts = {}
+    for number, item in steps.items():
+        if not _NUMBER.fullmatch(number) or type(item) is not dict:
+            raise StoreError(_malformed(path, "steps"))
+        counts[int(number)] = _make(StepCounts, item, path)
+    return RankCounts(counts, reason)
+
+
+def _load(path: Path) -> dict[str, Any] | None:
+    """Read a marker, or None if there is none."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_MARKER + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+    try:
+        record = json.loads(data) if len(data) <= _MAX_MARKER else None
+    except (ValueError, RecursionError):
+        record = None
+    if type(record) is not dict:
+        raise StoreError(_malformed(path))
+    return record
+
+
+_TYPES: dict[str, Any] = {
+    "int": int,
+    "float": (int, float),
+    "str": str,
+    "bool": bool,
+    "dict[str, int]": dict,
+    "dict[str, str]": dict,
+}
+
+
+def _make(kind: Any, record: dict[str, Any], path: Path) -> Any:
+    """Make a marker's dataclass of its record; unknown members are left out."""
+    values = {}
+    for name, item in kind.__dataclass_fields__.items():
+        value = record.get(name)
+        if not _fits(value, item.type):
+            raise StoreError(_malformed(path, name))
+        values[name] = value
+    return kind(**values)
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if not isinstance(value, _TYPES[kind]) or (type(value) is bool and kind != "bool"):
+        return False
+    if kind == "int":
+        return bool(value >= 0)
+    if kind.startswith("dict"):
+        return all(_fits(item, kind[10:-1]) for item in value.values())
+    return True
+
+
+def _malformed(path: Path, name: str = "") -> str:
+    where = f"{path}, member {name!r}," if name else str(path)
+    return f"{where} is not what Spool writes: restore the file or clear the spool"

@@ -1,0 +1,144 @@
+"""One call, one HDF5 file: the format, and how it is written.
+
+::
+
+    /            attributes: spool_format, api, direction, rank, step, index, order
+                 (which call it is) and crc (zlib.crc32 of /call)
+    /call        uint8, the call as JSON with tags (`spool._json`): arguments,
+                 results, context; per region its type, bytes and zlib.crc32
+    /storage/0   the bytes that tensors look into, one contiguous dataset per
+    /storage/1   region, as little-endian numbers of 1 to 8 bytes
+    ...
+
+Any HDF5 tool opens it (``h5dump``, ``h5py``). Nothing is chunked, filtered,
+linked or pickled: a shard is data.
+
+Writing composes the structure (`spool._hdf5`) and hands the regions to the kernel
+where they lie, in one gathering write: nothing is copied, and the GIL is not held
+while a large tensor is checksummed or written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from spool._hdf5 import FORMAT_VERSION, Identity, compose
+from spool._json import dump_call, identity_of
+from spool._json_read import check_identity
+from spool._shard_read import DEFAULT_LIMITS, Limits, NewerShard, read
+from spool.call import Call, Region
+from spool.dtypes import STORAGE_CODES
+from spool.errors import BadShard
+
+__all__ = ["FORMAT_VERSION", "Limits", "NewerShard", "encode", "read", "write"]
+
+_CODES = {dtype: code for code, dtype in STORAGE_CODES.items()}
+
+# What one writev() takes (IOV_MAX is 1024 on Linux, and 2 GiB per call).
+_MAX_BUFFERS = 512
+_MAX_WRITE = 1 << 30
+
+
+def encode(call: Call) -> bytes:
+    """Return the shard of `call`.
+
+    Raises
+    ------
+    ValueError
+        If a region is not 1-D, contiguous and of a storage type, or if the call
+        is one that a reader would refuse for its name or size.
+    """
+    return b"".join(_parts(call))
+
+
+def write(call: Call, path: Path) -> int:
+    """Write the shard of `call` to a new file, durably, and return its size in bytes.
+
+    The file is created exclusively with mode 0640 (less the umask) and removed
+    again if writing fails. The directory entry is not synchronised.
+
+    Raises
+    ------
+    ValueError
+        As for `encode`.
+    OSError
+        As the system reports it (disk full, file exists, ...).
+    """
+    parts = _parts(call)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = os.open(path, flags, 0o640)
+    try:
+        size = _write_all(file, parts)
+        os.fsync(file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    finally:
+        os.close(file)
+    return size
+
+
+def _parts(call: Call) -> list[memoryview]:
+    """The shard as a list of buffers, in file order."""
+    try:
+        check_identity(identity_of(call))
+    except BadShard as error:
+        raise ValueError(error.reason) from error
+    buffers, kinds, described = [], [], []
+    for region in call.regions:
+        code, data = _bytes_of(region)
+        buffers.append(data)
+        kinds.append((code, data.nbytes))
+        described.append([code, data.nbytes, zlib.crc32(data)])
+    text = dump_call(call, described)
+    if len(text) > DEFAULT_LIMITS.text_bytes or len(kinds) > DEFAULT_LIMITS.regions:
+        raise ValueError(f"{call.name} holds too many values or tensors for a shard")
+    identity = Identity(**identity_of(call), crc=zlib.crc32(text))
+    structure = compose(identity, tuple(kinds), len(text))
+    parts, end = [memoryview(structure.head)], len(structure.head)
+    offsets = (*structure.offsets, structure.text_offset)
+    for offset, data in zip(offsets, (*buffers, memoryview(text)), strict=True):
+        if offset > end:
+            parts.append(memoryview(bytes(offset - end)))
+        parts.append(data)
+        end = offset + data.nbytes
+    return parts
+
+
+def _bytes_of(region: Region) -> tuple[str, memoryview]:
+    """Type code and bytes of a region."""
+    if region.ndim != 1 or not region.flags.c_contiguous:
+        raise ValueError("a region is not one-dimensional and contiguous")
+    code = _CODES.get(region.dtype)
+    if code is None:
+        raise ValueError(f"a region is of type {region.dtype}, which is not a storage type")
+    return code, region.view(np.uint8).data
+
+
+def _write_all(file: int, parts: list[memoryview]) -> int:
+    """Write all buffers in few calls; a large one goes in pieces the system takes."""
+    total = sum(part.nbytes for part in parts)
+    pieces = [
+        part[start : start + _MAX_WRITE]
+        for part in parts
+        for start in range(0, part.nbytes, _MAX_WRITE)
+    ]
+    first = 0
+    while first < len(pieces):
+        stop, size = first, 0
+        while stop < len(pieces) and stop - first < _MAX_BUFFERS and size < _MAX_WRITE:
+            size += pieces[stop].nbytes
+            stop += 1
+        written = os.writev(file, pieces[first:stop])
+        while first < stop and written >= pieces[first].nbytes:
+            written -= pieces[first].nbytes
+            first += 1
+        if written:
+            pieces[first] = pieces[first][written:]
+    return total

@@ -1,0 +1,208 @@
+"""Live values to trees and back: the only module of the format that knows torch.
+
+`freeze` turns arguments and outputs of a call into trees over host byte regions;
+`thaw` makes live tensors of them again, bit for bit, with the same strides and
+the same aliasing. Training must not notice a freeze: nothing is recorded for
+autograd, no function or dispatch mode sees the copies, no version counter moves.
+
+What one region is: tensors over one storage whose byte ranges overlap share one,
+so that a call which writes through one argument and reads through another is
+replayed as it happened. Ranges that do not overlap are apart, and only bytes
+inside a range are ever copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from spool._regions import PLAIN_TENSORS, Copy, Found, copy_regions, describe
+from spool._thaw import thaw, thaw_all
+from spool._torch import DTYPES, Unsupported, dtype_name, field_names, type_label
+from spool.call import (
+    MAX_DEPTH,
+    MAX_INT_BITS,
+    MAX_NODES,
+    MAX_TEXT,
+    NamedTuple,
+    Region,
+    Size,
+    Slice,
+    TorchValue,
+    Tree,
+)
+from spool.dtypes import CONSTANTS
+
+__all__ = [
+    "DTYPES",
+    "Unsupported",
+    "copy_to_host",
+    "dtype_name",
+    "freeze",
+    "thaw",
+    "thaw_all",
+]
+
+_PLAIN_TYPES = frozenset((type(None), bool, int, float, complex, str, type(Ellipsis)))
+
+
+def copy_to_host(flat: torch.Tensor) -> npt.NDArray[Any]:
+    """Copy a flat tensor into fresh host memory and return it as an array."""
+    host = flat if flat.device.type == "cpu" else flat.cpu()
+    array: npt.NDArray[Any] = host.numpy()
+    return array.copy() if host is flat else array
+
+
+def freeze(
+    values: Sequence[object], copy: Copy = copy_to_host, first_region: int = 0
+) -> tuple[list[Tree], list[Region]]:
+    """Convert live values to trees that share one list of regions.
+
+    Parameters
+    ----------
+    values : sequence of object
+        Frozen together: aliasing among all of them survives.
+    copy : callable
+        Called once per region with a flat, detached uint8 tensor over the bytes
+        to keep; returns a host array of that many bytes. The array may be filled
+        later (a non-blocking copy on the current stream), because nothing here
+        reads it. The flat tensor may be temporary.
+    first_region : int
+        Number of the first new region, if the call already has some.
+
+    Returns
+    -------
+    trees : list of tree
+        One per value.
+    regions : list of numpy.ndarray
+        1-D, of the storage type of the tensors that look into it; uint8 where
+        tensors of several dtypes do.
+
+    Raises
+    ------
+    Unsupported
+        Before anything is copied: a type, layout or nesting that is not stored.
+    """
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.no_grad():
+        collector = _Collector()
+        trees = [collector.collect(value, 0) for value in values]
+        if not collector.found:
+            return trees, []
+        regions = copy_regions(collector.found, copy, first_region)
+        return [_place(tree) for tree in trees], regions
+
+
+class _Collector:
+    """First pass: checks every value and lists the tensors, copying nothing."""
+
+    def __init__(self) -> None:
+        self.found: list[Found] = []
+        self.nodes = 0
+
+    def collect(self, value: Any, depth: int) -> Tree:
+        kind = type(value)
+        if kind in _PLAIN_TYPES:
+            return value if kind is not str and kind is not int else _bounded(value)
+        if kind in PLAIN_TENSORS:
+            return self._tensor(value)
+        self.nodes += 1
+        if depth >= MAX_DEPTH:
+            raise Unsupported("nesting too deep")
+        if kind is tuple:
+            return tuple(self._items(value, depth))
+        if kind is list:
+            return self._items(value, depth)
+        if kind is dict and not value:
+            return {}
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        return self._rare(value, depth)
+
+    def _items(self, values: Any, depth: int) -> list[Tree]:
+        self.nodes += len(values)
+        if self.nodes > MAX_NODES:
+            raise Unsupported("too many values")
+        return [self.collect(item, depth + 1) for item in values]
+
+    def _rare(self, value: Any, depth: int) -> Tree:
+        if type(value) is torch.Size:
+            return Size(tuple(int(size) for size in value))
+        if isinstance(value, tuple):
+            fields = field_names(type(value))
+            if fields is None:
+                return tuple(self._items(value, depth))
+            items = self._items(tuple(value), depth)
+            return NamedTuple(type_label(type(value)), fields, tuple(items))
+        if isinstance(value, list):
+            return self._items(value, depth)
+        if isinstance(value, dict):
+            if any(type(key) is not str and not _is_small_int(key) for key in value):
+                raise Unsupported("dict with keys other than text and integers")
+            return dict(zip(value, self._items(list(value.values()), depth), strict=True))
+        if isinstance(value, slice):
+            return Slice(*self._items((value.start, value.stop, value.step), depth))
+        return _constant(value)
+
+    def _tensor(self, tensor: torch.Tensor) -> Found:
+        found = describe(tensor)
+        self.found.append(found)
+        return found
+
+
+def _is_small_int(key: object) -> bool:
+    return type(key) is int and key.bit_length() < 64
+
+
+def _bounded(value: Any) -> Tree:
+    if type(value) is str:
+        if len(value) > MAX_TEXT:
+            raise Unsupported("text too long")
+    elif value.bit_length() > MAX_INT_BITS:
+        raise Unsupported("integer too long")
+    return value
+
+
+def _constant(value: object) -> Tree:
+    """Leaves other than tensors and plain values of exactly the plain types."""
+    if isinstance(value, torch.device):
+        return TorchValue("device", str(value))
+    for kind, known in CONSTANTS.items():
+        if isinstance(value, getattr(torch, kind)):
+            name = str(value).removeprefix("torch.")
+            if name not in known:
+                raise Unsupported(f"{kind} {name}")
+            return TorchValue(kind, name)
+    if isinstance(value, np.generic):
+        plain = value.item()
+        if type(plain) in _PLAIN_TYPES:
+            return plain
+    # Subclasses, such as an IntEnum, count for what they are underneath.
+    elif isinstance(value, int):
+        return _bounded(int.__int__(value))
+    elif isinstance(value, float):
+        return float.__float__(value)
+    elif isinstance(value, str):
+        return _bounded(str.__str__(value))
+    raise Unsupported(type_label(type(value)))
+
+
+def _place(tree: Tree) -> Tree:
+    """Second pass: put the refs where the first pass left the tensors found."""
+    kind = type(tree)
+    if kind is Found:
+        return tree.ref
+    if kind is tuple:
+        return tuple([_place(item) for item in tree])
+    if kind is list:
+        return [_place(item) for item in tree]
+    if kind is dict:
+        return {key: _place(item) for key, item in tree.items()}
+    if kind is NamedTuple:
+        return NamedTuple(tree.type, tree.fields, tuple([_place(item) for item in tree.values]))
+    if kind is Slice:
+        return Slice(_place(tree.start), _place(tree.stop), _place(tree.step))
+    return tree
