@@ -1,0 +1,278 @@
+"""Which torch functions Spool knows, and their names: one table for capture and replay.
+
+`name_of` gives a function its API name when it is captured, `function_of` gives
+the function back when the name arrives in a shard. Names are looked up in a
+table that is generated from what torch itself declares overridable; they are
+never walked through with ``getattr``, so that a shard cannot name anything else.
+
+=====================  ====================================================
+name                   function
+=====================  ====================================================
+``Functional.x``       ``torch.nn.functional.x``
+``Tensor.x``           ``torch.Tensor.x``
+``Torch.x``            ``torch.x``, ``torch._foreach_x``, ``torch._fused_x_``
+``Torch.linalg.x``     ``torch.linalg.x``; likewise ``fft`` and ``special``
+``Aten.x``             ``torch.ops.aten.x``, any overload
+``NPU.x``              ``torch.ops.npu.x`` (a name only: replay has no such function)
+=====================  ====================================================
+
+One function may be reachable by several names (``torch.conv2d`` is
+``torch.nn.functional.conv2d``). All resolve; `name_of` gives the first by the
+order of the table above, then public before private, shorter before longer.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional
+import torch.overrides
+from torch._ops import OpOverload, OpOverloadPacket
+
+Function = Callable[..., Any]
+
+
+class Refused(LookupError):
+    """A name, or the overload that arguments select, is not in the table."""
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+REACHES_OUTSIDE = (
+    # Takes a callable, a pickle or a hook.
+    _words(
+        "apply_ map_ map2_ module_load register_hook register_post_accumulate_grad_hook"
+        " __reduce_ex__ __setstate__ __deepcopy__ triplet_margin_with_distance_loss"
+    )
+    # Hands out or replaces memory, or resizes to memory that was never written.
+    | _words(
+        "set_ numpy __array__ __array_wrap__ __dlpack__ __dlpack_device__ data_ptr const_data_ptr"
+        " storage untyped_storage storage_type share_memory_ pin_memory record_stream resize"
+        " resize_ resize_as resize_as_ resize_as_sparse_ sparse_resize_ sparse_resize_and_clear_"
+    )
+    # Runs autograd, or changes how later calls behave.
+    | _words("backward requires_grad_ retain_grad autocast")
+    # Moves to devices that the checking host does not have.
+    | _words("cuda ipu xpu mtia")
+    # Packs weights into opaque forms, whose readers trust what they get.
+    | _words(
+        "to_mkldnn fbgemm_pack_gemm_matrix_fp16 fbgemm_pack_quantized_matrix"
+        " fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation"
+        " fbgemm_linear_int8_weight fbgemm_linear_int8_weight_fp32_activation"
+        " fbgemm_linear_quantize_weight choose_qparams_optimized"
+    )
+)
+"""Overridable functions that a shard may not ask for."""
+
+VALUELESS = (
+    # Metadata, printing and conversion to Python: nothing was computed.
+    _words(
+        "__len__ __repr__ __format__ __reversed__ __bool__ __nonzero__ __int__ __long__ __index__"
+        " __float__ __complex__ item tolist dim dim_order size numel nelement ndimension"
+        " element_size storage_offset get_device is_coalesced is_complex is_conj is_contiguous"
+        " is_distributed is_floating_point is_inference is_neg is_pinned is_same_size is_set_to"
+        " is_shared is_signed is_nonzero sym_float sym_int sym_ite sym_max sym_min sym_not"
+        " sym_sqrt sym_sum"
+    )
+    # Sparse and quantized tensors are not captured.
+    | _words(
+        "coalesce ccol_indices col_indices crow_indices row_indices indices values dense_dim"
+        " sparse_dim sparse_mask to_sparse int_repr qscheme q_per_channel_axis"
+        " q_per_channel_scales q_per_channel_zero_points q_scale q_zero_point"
+        " quantize_per_channel quantize_per_tensor quantize_per_tensor_dynamic"
+        " quantized_batch_norm quantized_gru_cell quantized_lstm_cell quantized_max_pool1d"
+        " quantized_max_pool2d quantized_max_pool3d quantized_rnn_relu_cell"
+        " quantized_rnn_tanh_cell indices_copy values_copy ccol_indices_copy col_indices_copy"
+        " crow_indices_copy row_indices_copy"
+    )
+)
+"""Overridable functions without a value to check."""
+
+# They reach the function protocol, but torch does not list them.
+UNLISTED: dict[str, tuple[str, ...]] = {
+    "Functional": ("hardsigmoid", "hardswish"),
+    "Tensor": ("unflatten",),
+    "Torch": ("vander",),
+}
+
+ATEN_TYPES = _words(
+    "Tensor int SymInt float number bool complex Device ScalarType Layout MemoryFormat Generator"
+)
+# String arguments of ATen operators that select a variant from a fixed list, or name an axis.
+ATEN_STRINGS = _words(
+    "approximate mode rounding_mode reduce indexing driver UPLO side padding padding_mode pad_mode"
+    " padding_side interpolation norm ord activation dim dims names dimension"
+)
+ATEN_REFUSED = _words(
+    "from_file set_ set_data resize resize_ resize_as_ resize_as_sparse_ record_stream"
+    " _resize_output _resize_output_ _backward backward requires_grad_ retain_grad data lift_fresh"
+    " pin_memory _pin_memory is_pinned item _local_scalar_dense _foobar _print _assert_async"
+    " _assert_scalar _assert_tensor_metadata _reshape_from_tensor sparse_resize_"
+    " sparse_resize_and_clear_ _copy_from_and_resize"
+)
+
+
+def name_of(func: object) -> str | None:
+    """API name of a function that the function or dispatch protocol reported.
+
+    Parameters
+    ----------
+    func : object
+        As ``__torch_function__`` and ``__torch_dispatch__`` hand it over.
+
+    Returns
+    -------
+    str or None
+        None for everything that is not in the table: such a call is not captured.
+    """
+    if isinstance(func, (OpOverload, OpOverloadPacket)):
+        packet = func.overloadpacket if isinstance(func, OpOverload) else func
+        namespace, _, op = str(packet._qualified_op_name).partition("::")
+        if namespace == "npu":
+            return f"NPU.{op}"
+        return f"Aten.{op}" if namespace == "aten" and _aten_overloads(op) else None
+    try:
+        return _tables()[1].get(func)
+    except TypeError:  # unhashable: certainly not a function of torch
+        return None
+
+
+def function_of(api: str) -> Function:
+    """The function that an API name stands for.
+
+    Raises
+    ------
+    Refused
+        If the name is not in the table; nothing is imported or looked up for it.
+    """
+    function = _tables()[0].get(api)
+    if function is not None:
+        return function
+    prefix, _, op = api.partition(".")
+    if prefix == "Aten" and _aten_overloads(op):
+        return functools.partial(_call_aten, op)
+    raise Refused(api)
+
+
+def names() -> list[str]:
+    """Every name that `function_of` takes, sorted, without the ATen operators."""
+    return sorted(_tables()[0])
+
+
+@functools.lru_cache(maxsize=1)
+def _tables() -> tuple[dict[str, Function], dict[object, str]]:
+    by_name: dict[str, Function] = {}
+    by_function: dict[object, str] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns about its own deprecated attributes
+        declared = {
+            f for group in torch.overrides.get_overridable_functions().values() for f in group
+        }
+        for prefix, namespace in _namespaces():
+            known = dict(_members(prefix, namespace, declared))
+            for name in sorted(known, key=lambda n: (n.startswith("_"), len(n), n)):
+                by_name[f"{prefix}.{name}"] = known[name]
+                by_function.setdefault(known[name], f"{prefix}.{name}")
+    return by_name, by_function
+
+
+def _namespaces() -> list[tuple[str, object]]:
+    return [
+        ("Functional", torch.nn.functional),
+        ("Tensor", torch.Tensor),
+        ("Torch", torch),
+        ("Torch.linalg", torch.linalg),
+        ("Torch.fft", torch.fft),
+        ("Torch.special", torch.special),
+    ]
+
+
+def _members(
+    prefix: str, namespace: object, declared: set[Function]
+) -> Iterable[tuple[str, Function]]:
+    """Functions of a namespace that are allowed: declared, in-place twins, optimizer operators."""
+    found = {name: value for name in dir(namespace) if _is_function(value := _get(namespace, name))}
+    listed = {name for name, value in found.items() if value in declared}
+    for name, value in found.items():
+        if name in REACHES_OUTSIDE or name in VALUELESS:
+            continue
+        private = name.startswith("_") and not name.startswith("__")
+        if prefix == "Torch" and (
+            name.startswith("_foreach_") or (name.startswith("_fused_") and name.endswith("_"))
+        ):
+            yield name, value
+        elif private:
+            continue
+        elif name in listed or name in UNLISTED.get(prefix, ()):
+            yield name, value
+        elif prefix != "Tensor" and name.endswith("_") and name[:-1] in listed:
+            yield name, value  # torch.relu_ is not listed; torch.relu is
+
+
+def _get(namespace: object, name: str) -> Any:
+    try:
+        return getattr(namespace, name)
+    except Exception:  # a property of the class, or a name that only raises a deprecation
+        return None
+
+
+def _is_function(value: object) -> bool:
+    return callable(value) and not isinstance(value, type) and _hashable(value)
+
+
+def _hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+@functools.cache
+def _aten_overloads(op: str) -> frozenset[str]:
+    """Overloads of an ATen operator that take tensors and otherwise only harmless values.
+
+    TorchScript's own operators of the same name (lists, strings, dictionaries) and whatever
+    takes a storage, a stream or a free string are not among them.
+    """
+    if op in ATEN_REFUSED or op.startswith("_test_") or not op.isidentifier():
+        return frozenset()
+    return frozenset(
+        schema.overload_name or "default"
+        for schema in torch._C._jit_get_schemas_for_operator(f"aten::{op}")
+        if _schema_allowed(schema)
+    )
+
+
+def _schema_allowed(schema: Any) -> bool:
+    kinds = {_base_type(str(argument.type)) for argument in schema.arguments}
+    strings = {a.name for a in schema.arguments if _base_type(str(a.type)) == "str"}
+    return "Tensor" in kinds and kinds <= ATEN_TYPES | {"str"} and strings <= ATEN_STRINGS
+
+
+def _base_type(kind: str) -> str:
+    while kind.startswith(("Optional[", "List[")):
+        kind = kind[kind.index("[") + 1 : -1]
+    return kind
+
+
+def _call_aten(op: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the overload that the arguments select, if it is an allowed one.
+
+    Raises
+    ------
+    Refused
+        If the arguments select an overload that is not in the table.
+    RuntimeError
+        If they fit none.
+    """
+    overload = torch._C._jit_resolve_packet(f"aten::{op}", *args, **kwargs)
+    if overload not in _aten_overloads(op):
+        raise Refused(f"Aten.{op}.{overload}")
+    return getattr(getattr(torch.ops.aten, op), overload)(*args, **kwargs)

@@ -1,0 +1,86 @@
+"""The function mode that sees forward calls, and its life on torch's mode stack.
+
+Operators that the autograd engine runs are not seen here: they do not pass the
+function protocol. Any function mode switches off one fast path of torch, the fused
+kernel of ``nn.TransformerEncoderLayer`` in evaluation; its parts are captured then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.overrides
+from torch.overrides import TorchFunctionMode
+
+from spool.capture.recorder import Recorder
+
+_push: Any = torch.overrides._push_mode
+_pop: Any = torch.overrides._pop_mode
+
+
+class Interceptor(TorchFunctionMode):
+    """Hands every call of the thread to a recorder.
+
+    It stands above the modes that were there before; while it handles a call
+    torch takes it off the stack, so that calls inside the call are not seen and
+    the modes below see the call as always.
+
+    Parameters
+    ----------
+    recorder : Recorder
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # First, and in this form: dynamo sees a plain call and no graph break.
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
+        if not self._recorder.active:
+            return func(*args, **(kwargs or {}))
+        return self._recorder.run(func, args, kwargs or {})
+
+    def place(self) -> None:
+        """Put this mode on top of the calling thread's stack."""
+        _push(self)
+
+    def present(self) -> bool:
+        """Whether this mode is on the calling thread's stack."""
+        return any(mode is self for mode in _stack())
+
+    def remove(self) -> bool:
+        """Take this mode, and no other, off the calling thread's stack.
+
+        Modes that were entered above it stay, in their order.
+
+        Returns
+        -------
+        bool
+            False if it was not there: somebody popped it.
+        """
+        if not self.present():
+            return False
+        above = []
+        while (mode := _pop()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push(mode)
+        return not self.present()
+
+
+def open_modes() -> list[str]:
+    """Type names of the modes on the calling thread's stack, bottom first."""
+    return [type(mode).__name__ for mode in _stack()]
+
+
+def _stack() -> list[Any]:
+    return [
+        torch._C._get_function_stack_at(level)
+        for level in range(torch._C._len_torch_function_stack())
+    ]

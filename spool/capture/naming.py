@@ -1,0 +1,107 @@
+"""Which functions are calls, their names, and the counters of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch._ops import OpOverload, OpOverloadPacket
+
+from spool.apinames import name_of
+from spool.capture.denylist import COLLECTIVES, CONVERSIONS, DENIED
+from spool.names import base_name
+
+# Enough for every function of torch; a program that keeps making new ones must not grow it.
+_MAX_KNOWN = 20_000
+
+
+class Kind(Enum):
+    """What the interceptor does with a function."""
+
+    CALL = "captured"
+    CONVERSION = "captured if it converts"
+    LIST = "captured per list element"
+    SILENT = "not a call"
+    DISTRIBUTED = "distributed"
+    CUSTOM = "custom operator"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A function's API name and kind; the name is empty unless it is captured."""
+
+    kind: Kind
+    api: str = ""
+
+
+def _identify(func: Any) -> Identity:
+    if isinstance(func, (OpOverload, OpOverloadPacket)):
+        namespace = _namespace(func)
+        if namespace in COLLECTIVES:
+            return Identity(Kind.DISTRIBUTED)
+        if namespace not in ("aten", "npu", "prim", "prims", "profiler"):
+            return Identity(Kind.CUSTOM)
+    elif str(getattr(func, "__module__", "")).startswith("torch.distributed"):
+        return Identity(Kind.DISTRIBUTED)
+    api = name_of(func)
+    if api is None:
+        return Identity(Kind.SILENT)
+    base = base_name(api)
+    if base in DENIED:
+        return Identity(Kind.SILENT)
+    if base in CONVERSIONS:
+        return Identity(Kind.CONVERSION, api)
+    if base.startswith(("_foreach_", "_fused_")):
+        return Identity(Kind.LIST, api)
+    return Identity(Kind.CALL, api)
+
+
+def _namespace(func: OpOverload | OpOverloadPacket) -> str:
+    packet = func.overloadpacket if isinstance(func, OpOverload) else func
+    return str(packet._qualified_op_name).partition("::")[0]
+
+
+class Names:
+    """Identities of functions, remembered."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Identity] = {}
+
+    def identify(self, func: Any) -> Identity:
+        """Name and kind of a function that the function protocol reported."""
+        try:
+            identity = self._known.get(func)
+        except TypeError:  # unhashable: not a function of torch
+            return Identity(Kind.SILENT)
+        if identity is None:
+            identity = _identify(func)
+            if len(self._known) < _MAX_KNOWN:
+                self._known[func] = identity
+        return identity
+
+
+class Counters:
+    """Uses of each API in one step, and the order of calls.
+
+    Every use is counted, wanted by the filters or not, so that a call has the
+    same name and order under any filter.
+    """
+
+    def __init__(self) -> None:
+        self._uses: Counter[str] = Counter()
+        self._order = 0
+
+    def count(self, api: str, elements: int = 1) -> tuple[int, int]:
+        """Count one call of `elements` elements.
+
+        Returns
+        -------
+        order, index : int
+            Of the call in the step, and of its first element among uses of `api`.
+        """
+        order, index = self._order, self._uses[api]
+        self._order += 1
+        self._uses[api] += elements
+        return order, index
