@@ -1,0 +1,461 @@
+"""Settings of the checking host: from a configuration to validated, typed values.
+
+Snakemake hands over what a YAML file or the command line said. On the command
+line everything nested arrives as text (``rank_list=[0]`` as ``['0']``, ``true``
+as ``'true'``), so values are first coerced to the type that the schema asks for,
+then validated; a bad value is one line with key, value and what is allowed.
+
+Nothing here imports torch or Snakemake: the short jobs import it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spool.errors import ConfigError
+from spool.workdir import WorkDir, read_json, write_if_changed
+
+ALIASES = {"nfs_path": "spool_dir"}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)")
+_RANGE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
+_MAX_RANGE = 65536
+_SIZE_KEYS = ("batch.bytes", "max_failed_bytes")
+
+_S = TypeVar("_S", bound="_Json")
+
+
+@dataclass(frozen=True)
+class _Json:
+    """A settings dataclass that goes through JSON and comes back equal."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as plain JSON values."""
+        return {key: _plain(value) for key, value in asdict(self).items()}
+
+    @classmethod
+    def load(cls: type[_S], path: Path) -> _S:
+        """Read the settings from a file of the work directory."""
+        return cls.from_json(read_json(path, "settings file"))
+
+    @classmethod
+    def from_json(cls: type[_S], data: Mapping[str, Any]) -> _S:
+        """Build the settings from what `to_json` gave.
+
+        Raises
+        ------
+        ConfigError
+            If a key is unknown or missing.
+        """
+        known = {item.name for item in fields(cls)}
+        if set(data) != known:
+            odd = sorted(set(data) ^ known)
+            raise ConfigError(f"{cls.__name__}: {odd[0]}: unknown or missing; rerun the workflow")
+        return cls(
+            **{
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in data.items()
+            }
+        )
+
+
+@dataclass(frozen=True)
+class JudgeSettings(_Json):
+    """What acts when measured rows are judged; a changed key judges a whole run again.
+
+    Parameters
+    ----------
+    white_list, black_list : tuple of str
+        Base names of APIs; an empty white list is all, black is taken off white.
+    standards : dict
+        Overrides of standards and limits by API name.
+    """
+
+    white_list: tuple[str, ...] = ()
+    black_list: tuple[str, ...] = ()
+    standards: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReplaySettings(_Json):
+    """How a batch is replayed and measured.
+
+    Parameters
+    ----------
+    bench_device : str
+        ``auto``, ``cuda`` or ``cpu``.
+    golden : str
+        ``cpu`` or ``bench``.
+    threads : int
+        CPU threads of a replay job.
+    gpu : int or None
+        The GPU given to this job; None leaves the choice to torch.
+    allow_tf32 : bool
+        TF32 on the bench device where the training device used its like.
+    standards : dict
+        Overrides of standards, because they decide a call's route.
+    call_timeout : float
+        Seconds after which one call is given up.
+    """
+
+    bench_device: str = "auto"
+    golden: str = "cpu"
+    threads: int = 2
+    gpu: int | None = None
+    allow_tf32: bool = False
+    standards: dict[str, Any] = field(default_factory=dict)
+    call_timeout: float = 600.0
+
+    def measuring(self) -> dict[str, Any]:
+        """The keys that decide what is measured, as they are stored with the rows."""
+        return {
+            "bench_device": self.bench_device,
+            "golden": self.golden,
+            "allow_tf32": self.allow_tf32,
+        }
+
+
+@dataclass(frozen=True)
+class RetireSettings(_Json):
+    """What becomes of shards after their verdict.
+
+    Parameters
+    ----------
+    retain : str
+        ``failed``, ``all`` or ``none``.
+    keep_per_api : int
+        Most failed shards kept of one API.
+    max_failed_bytes : int
+        Most bytes of failed shards kept in all.
+    failed_dir : str
+        Absolute directory for them; "" is ``<work>/failed``.
+    """
+
+    retain: str = "failed"
+    keep_per_api: int = 20
+    max_failed_bytes: int = 20 * 10**9
+    failed_dir: str = ""
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """A batch is cut at whichever of these comes first."""
+
+    calls: int = 1000
+    nbytes: int = 2 * 10**9
+    seconds: float = 20.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The whole configuration of the checking host, validated.
+
+    Parameters
+    ----------
+    spool_dir, work_dir, results_dir : Path
+        As given; `spool_dir` need not exist yet.
+    rank_list : tuple of int
+        Ascending, without repeats.
+    idle_timeout, rescan_seconds, missing_seconds : float
+        In seconds.
+    gpus : tuple of int
+        Empty for all visible ones.
+    """
+
+    spool_dir: Path
+    work_dir: Path
+    results_dir: Path
+    rank_list: tuple[int, ...] = (0,)
+    watch: bool = True
+    idle_timeout: float = 0.0
+    rescan_seconds: float = 5.0
+    missing_seconds: float = 30.0
+    batch: BatchLimits = field(default_factory=BatchLimits)
+    gpus: tuple[int, ...] = ()
+    precision: int = 14
+    fail_on: str = "nothing"
+    judge: JudgeSettings = field(default_factory=JudgeSettings)
+    replay: ReplaySettings = field(default_factory=ReplaySettings)
+    retire: RetireSettings = field(default_factory=RetireSettings)
+
+    @property
+    def work(self) -> WorkDir:
+        """The work directory's paths."""
+        return WorkDir(self.work_dir)
+
+    def save(self) -> None:
+        """Write the settings files that jobs read and depend on.
+
+        Each is rewritten only when its content changes, so a changed key reruns
+        exactly the jobs that take its file as input.
+        """
+        work = self.work
+        write_if_changed(work.settings("judging"), self.judge.to_json())
+        write_if_changed(work.settings("measuring"), self.replay.measuring())
+        write_if_changed(work.settings("replay"), self.replay.to_json())
+        write_if_changed(work.settings("retiring"), self.retire.to_json())
+        write_if_changed(work.settings("tables"), {"precision": self.precision})
+        verdict = {"fail_on": self.fail_on, "rank_list": list(self.rank_list)}
+        write_if_changed(work.settings("verdict"), verdict)
+
+
+def load_replay_settings(work_dir: Path, gpu: int | None) -> ReplaySettings:
+    """Settings of one replay job: those of the run, and the GPU that it was given."""
+    return replace(ReplaySettings.load(WorkDir(work_dir).settings("replay")), gpu=gpu)
+
+
+def load_schema(path: Path) -> dict[str, Any]:
+    """Read the schema of the configuration (YAML)."""
+    import yaml
+
+    schema: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return schema
+
+
+def load_settings(config: Mapping[str, Any], schema: Mapping[str, Any]) -> Settings:
+    """Validate a configuration and build the settings from it.
+
+    Parameters
+    ----------
+    config : mapping
+        As Snakemake gives it; may use aliases and hold text in place of numbers.
+    schema : mapping
+        What `load_schema` returns.
+
+    Raises
+    ------
+    ConfigError
+        In one line: the key, its value, and what is allowed.
+    """
+    values = normalise(config, schema)
+    batch = values.get("batch", {})
+    limits = BatchLimits(
+        calls=batch.get("calls", BatchLimits.calls),
+        nbytes=batch.get("bytes", BatchLimits.nbytes),
+        seconds=float(batch.get("seconds", BatchLimits.seconds)),
+    )
+    standards = values.get("standards", {})
+    if standards:
+        from spool.standards.thresholds import validate_overrides
+
+        validate_overrides(standards)
+    results = Path(values.get("results_dir", "results"))
+    failed = values.get("error_data_path") or ""
+    return Settings(
+        spool_dir=Path(values.get("spool_dir", "spool-data")),
+        work_dir=Path(values.get("work_dir", "work")),
+        results_dir=results,
+        rank_list=tuple(sorted(set(values.get("rank_list", [0])))),
+        batch=limits,
+        gpus=tuple(values.get("gpus", ())),
+        judge=JudgeSettings(
+            white_list=tuple(sorted(set(values.get("white_list", ())))),
+            black_list=tuple(sorted(set(values.get("black_list", ())))),
+            standards=standards,
+        ),
+        replay=ReplaySettings(standards=standards, **_given(values, ReplaySettings)),
+        retire=RetireSettings(
+            failed_dir=str(Path(failed).absolute()) if failed else "",
+            **_given(values, RetireSettings),
+        ),
+        **_given(values, Settings, skip=("spool_dir", "work_dir", "results_dir")),
+    )
+
+
+def normalise(config: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Resolve aliases and an msprobe file, coerce text, validate.
+
+    Returns
+    -------
+    dict
+        Keys of the schema only, each with a value of the schema's type.
+
+    Raises
+    ------
+    ConfigError
+        In one line: the key, its value, and what is allowed.
+    """
+    values = dict(config)
+    source = values.pop("msprobe", None)
+    for alias, key in ALIASES.items():
+        given = values.pop(alias, None)
+        if given not in (None, ""):
+            values[key] = given
+    if source not in (None, ""):
+        values = _from_msprobe(str(source)) | _changed(values)
+    properties = schema["properties"]
+    _known("config", values, [*properties, *ALIASES, "msprobe"])
+    for key, value in values.items():
+        values[key] = _coerce(key, value, properties[key])
+    _validate(values, schema)
+    return values
+
+
+def _from_msprobe(path: str) -> dict[str, Any]:
+    from spool.msprobe import run_ut_settings
+
+    values, ignored = run_ut_settings(Path(path))
+    if ignored:
+        print(f"spool: {path}: no meaning here: {', '.join(ignored)}", file=sys.stderr)
+    return dict(values)
+
+
+def _changed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what merely repeats a default: an msprobe file speaks for those keys."""
+    defaults: dict[str, Any] = {
+        "spool_dir": "spool-data",
+        "rank_list": [0],
+        "white_list": [],
+        "black_list": [],
+        "precision": 14,
+        "error_data_path": "",
+        "host": "",
+        "port": -1,
+        "tls_path": "",
+    }
+    return {key: value for key, value in values.items() if value != defaults.get(key, _NEVER)}
+
+
+_NEVER = object()
+
+
+def _given(values: Mapping[str, Any], cls: type[Any], skip: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The scalar values among `values` that are fields of `cls`."""
+    taken = {"batch", "gpus", "rank_list", "white_list", "black_list", "standards", *skip}
+    floats = {item.name for item in fields(cls) if item.type == "float"}
+    return {
+        item.name: float(values[item.name]) if item.name in floats else values[item.name]
+        for item in fields(cls)
+        if item.name in values and item.name not in taken
+    }
+
+
+def _known(where: str, values: Mapping[str, Any], names: Iterable[str]) -> None:
+    odd = next((key for key in values if key not in names), None)
+    if odd is not None:
+        raise ConfigError(
+            f"{where}: unknown key {odd!r}; valid keys are {', '.join(sorted(names))}"
+        )
+
+
+def _coerce(path: str, value: Any, schema: Mapping[str, Any]) -> Any:
+    """Turn command-line text into the schema's type; leave what does not fit to validation."""
+    kind = schema.get("type")
+    if kind == "array":
+        return _coerce_list(path, value, schema.get("items", {}))
+    if kind == "object":
+        if value is None:
+            return {}
+        if isinstance(value, Mapping) and "properties" in schema:
+            inner = schema["properties"]
+            _known(f"config: {path}", value, inner)
+            return {key: _coerce(f"{path}.{key}", item, inner[key]) for key, item in value.items()}
+        return _retype(value) if isinstance(value, Mapping) else value
+    if kind == "boolean" and isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if path in _SIZE_KEYS:
+        return _size(value)
+    if kind in ("integer", "number"):
+        return _as_number(str(value)) if isinstance(value, (str, float)) else value
+    if "enum" in schema and isinstance(value, str):
+        number = _as_number(value)
+        return number if number in schema["enum"] else value
+    return value
+
+
+def _coerce_list(path: str, value: Any, items: Mapping[str, Any]) -> Any:
+    if value is None:
+        return []
+    if isinstance(value, str):
+        value = [part.strip() for part in value.strip("[]").split(",") if part.strip()]
+    elif not isinstance(value, (list, tuple)):
+        value = [value]
+    if items.get("type") != "integer":
+        return list(value)
+    return [number for item in value for number in _numbers(path, item)]
+
+
+def _numbers(path: str, item: Any) -> Iterator[Any]:
+    """A number, or all numbers of a range like ``"2-4"``."""
+    match = _RANGE.fullmatch(item.strip()) if isinstance(item, str) else None
+    if match is None:
+        yield _as_number(item) if isinstance(item, str) else item
+        return
+    first, last = int(match[1]), int(match[2])
+    if not first <= last < first + _MAX_RANGE:
+        raise ConfigError(
+            f"config: {path}: {item!r} is not allowed; a range is first-last, ascending"
+        )
+    yield from range(first, last + 1)
+
+
+def _as_number(text: str) -> Any:
+    """A finite number, whole where it can be; anything else stays text and is refused later."""
+    try:
+        number = float(text)
+        return int(text) if re.fullmatch(r"[+-]?[0-9]+", text.strip()) else _whole(number)
+    except (ValueError, OverflowError):
+        return text
+
+
+def _whole(number: float) -> int | float:
+    # int() raises for infinities and NaN, which no key allows.
+    return int(number) if int(number) == number else number
+
+
+def _size(value: Any) -> Any:
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None or match[2].upper() not in _UNITS:
+        return value
+    return (
+        int(float(match[1]) * _UNITS[match[2].upper()])
+        if "." in match[1]
+        else (int(match[1]) * _UNITS[match[2].upper()])
+    )
+
+
+def _retype(value: Any) -> Any:
+    """Numbers and booleans inside a free mapping, which the command line gives as text."""
+    if isinstance(value, Mapping):
+        return {key: _retype(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_retype(item) for item in value]
+    if isinstance(value, str):
+        if value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        return _as_number(value)
+    return value
+
+
+def _validate(values: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    if values.get("host") and (values.get("spool_dir") or "spool-data") != "spool-data":
+        # As with msprobe, a shared directory makes the socket's keys moot.
+        values = {key: item for key, item in values.items() if key not in ("host", "port")}
+    from jsonschema import Draft202012Validator
+
+    found = sorted(
+        Draft202012Validator(dict(schema)).iter_errors(dict(values)),
+        key=lambda error: [str(part) for part in error.absolute_path],
+    )
+    if not found:
+        return
+    path = [str(part) for part in found[0].absolute_path]
+    allowed, value = schema, values
+    for part in path:
+        # An item of a list is described by the list.
+        if isinstance(value, Mapping) and part in allowed.get("properties", {}):
+            allowed, value = allowed["properties"][part], value[part]
+    names = [part for part in path if not part.isdigit()]
+    raise ConfigError(
+        f"config: {'.'.join(names)}: {value!r} is not allowed; it must be {allowed['description']}"
+    )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
