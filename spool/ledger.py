@@ -1,0 +1,206 @@
+"""Which shards of failing calls are kept, and the ledger that remembers it.
+
+Two limits hold per rank, and the first calls in execution order win: a number of
+shards of one API, and a number of bytes in all. The shards kept are
+
+    those of the first `keep_per_api` failing calls of their API, up to the last call
+    at which the weights of all APIs together stay within the bytes; an API's weight
+    at a call is the sum of its `keep_per_api` largest failing shards up to there.
+
+Weights never shrink when another failing call becomes known, so a shard that is
+dropped early would be dropped at the end too: calls may become known in any order,
+nothing above the limit is ever held, and the final set is the same. A shard that is
+larger than the limit by itself is left out of the account.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spool.errors import SpoolError
+from spool.files import atomic_write
+from spool.names import split_name
+from spool.records import CallKey
+from spool.workdir import WorkDir, read_json
+
+VERSION = 1
+
+
+class LedgerError(SpoolError):
+    """The record of kept shards is unusable."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Candidate:
+    """A failing call whose shard may be kept.
+
+    Parameters
+    ----------
+    key : CallKey
+        Place in the order of execution, by which candidates are sorted.
+    file : str
+        The shard's file name.
+    nbytes : int
+        Its size.
+    kept : bool
+        False once its shard was given up, which is for good.
+    """
+
+    key: CallKey
+    file: str = field(compare=False)
+    nbytes: int = field(compare=False)
+    kept: bool = field(compare=False, default=True)
+
+    @property
+    def api(self) -> str:
+        """Name without counter."""
+        return split_name(self.key.name)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """A rank's failing calls, and what became of their shards.
+
+    Parameters
+    ----------
+    directory : str
+        Where kept shards lie, fixed by the first segment that was retired.
+    segments : tuple of int
+        Segments that were retired.
+    candidates : tuple of Candidate
+        Sorted; those that can no longer matter are left out.
+    evict : tuple of (int, str)
+        Step and file of shards to be deleted from `directory`.
+    """
+
+    directory: str = ""
+    segments: tuple[int, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    evict: tuple[tuple[int, str], ...] = ()
+
+    @classmethod
+    def load(cls, path: Path) -> Ledger:
+        """Read a ledger; an absent one is empty."""
+        if not path.exists():
+            return cls()
+        data = read_json(path, "ledger of kept shards")
+        try:
+            if data["version"] != VERSION:
+                raise ValueError(f"version {data['version']!r}")
+            return cls(
+                directory=str(data["directory"]),
+                segments=tuple(int(number) for number in data["segments"]),
+                candidates=tuple(
+                    Candidate(CallKey(*key), str(file), int(nbytes), bool(kept))
+                    for key, file, nbytes, kept in data["candidates"]
+                ),
+                evict=tuple((int(step), str(file)) for step, file in data["evict"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise LedgerError(
+                f"{path}: not a usable ledger of kept shards: {error}; remove it and rerun"
+            ) from None
+
+    def save(self, path: Path) -> None:
+        """Write the ledger durably."""
+        data = {
+            "version": VERSION,
+            "directory": self.directory,
+            "segments": list(self.segments),
+            "candidates": [[list(c.key), c.file, c.nbytes, c.kept] for c in self.candidates],
+            "evict": [list(item) for item in self.evict],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, json.dumps(data, separators=(",", ":")).encode() + b"\n")
+
+    @property
+    def kept(self) -> dict[tuple[int, str], Candidate]:
+        """Candidates whose shards are kept, by step and file."""
+        return {(c.key.step, c.file): c for c in self.candidates if c.kept}
+
+    def path(self, rank: int, step: int, file: str) -> Path:
+        """Where a kept shard lies."""
+        return Path(self.directory) / f"rank{rank}" / f"step{step}" / file
+
+
+def ledger_path(work: WorkDir, rank: int) -> Path:
+    """The ledger of a rank's kept shards."""
+    return work.root / "failed" / f"rank{rank}" / "ledger.json"
+
+
+def kept_shards(work: WorkDir, rank: int) -> dict[tuple[int, str], str]:
+    """Paths of a rank's kept shards by step and file name.
+
+    A path inside the work directory is given relative to it.
+    """
+    ledger = Ledger.load(ledger_path(work, rank))
+    root = work.root.absolute()
+    paths = {}
+    for step, file in ledger.kept:
+        path = ledger.path(rank, step, file)
+        if path.exists():
+            inside = path.is_relative_to(root)
+            paths[step, file] = str(path.relative_to(root) if inside else path)
+    return paths
+
+
+def choose(candidates: Iterable[Candidate], keep_per_api: int, max_bytes: int) -> set[CallKey]:
+    """Candidates whose shards are kept, by the module's rule.
+
+    Parameters
+    ----------
+    candidates : iterable of Candidate
+        Sorted.
+    keep_per_api, max_bytes : int
+    """
+    kept: set[CallKey] = set()
+    weights: dict[str, _Weight] = {}
+    total = 0
+    for candidate in candidates:
+        if candidate.nbytes > max_bytes:
+            continue
+        weight = weights.setdefault(candidate.api, _Weight(keep_per_api))
+        total += weight.add(candidate.nbytes)
+        if total > max_bytes:
+            break
+        if weight.count <= keep_per_api:
+            kept.add(candidate.key)
+    return kept
+
+
+def relevant(
+    candidates: Iterable[Candidate], keep_per_api: int, max_bytes: int
+) -> Iterator[Candidate]:
+    """Candidates that can still matter, whatever becomes known later.
+
+    One behind `keep_per_api` earlier calls of its API that are no smaller neither is
+    kept nor adds to the weight.
+    """
+    weights: dict[str, _Weight] = {}
+    for candidate in candidates:
+        weight = weights.setdefault(candidate.api, _Weight(keep_per_api))
+        if candidate.nbytes > max_bytes:
+            continue
+        if weight.add(candidate.nbytes) or weight.count <= keep_per_api:
+            yield candidate
+
+
+class _Weight:
+    """Sum of an API's largest shards, as they come in the order of execution."""
+
+    def __init__(self, keep: int) -> None:
+        self.count = 0
+        self._keep = keep
+        self._largest: list[int] = []
+
+    def add(self, nbytes: int) -> int:
+        """Take a shard in; returns by how much the weight grew."""
+        self.count += 1
+        if len(self._largest) < self._keep:
+            heapq.heappush(self._largest, nbytes)
+            return nbytes
+        return nbytes - heapq.heappushpop(self._largest, nbytes)

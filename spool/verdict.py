@@ -1,0 +1,219 @@
+"""The end of a run: what was found, what could not be checked, and the exit status.
+
+Errors found in the model are findings, not failures of the check. The status says
+whether the check itself can be trusted: something was compared, and nothing that was
+captured is missing, unreadable or refused to run. ``fail_on: error`` makes findings
+count too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spool.coverage import read_totals, total_of
+from spool.standards.rows import Route, Status
+from spool.tables import RankTables, read_table
+from spool.workdir import RankEnd, WorkDir
+
+FAIL_ON = ("nothing", "error")
+
+
+@dataclass
+class Report:
+    """What to print at the end, and with which status to end.
+
+    Parameters
+    ----------
+    lines : list of str
+        For people: counts by verdict, the first failing call, paths of the tables.
+    warnings : list of str
+        What a reader should know and what does not fail the run.
+    problems : list of str
+        One line each: why the run fails.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def status(self) -> int:
+        """0 if all was checked, else 1."""
+        return 1 if self.problems else 0
+
+    def text(self) -> str:
+        """Everything, as it is printed."""
+        notes = [f"warning: {line}" for line in self.warnings]
+        return "\n".join([*self.lines, *notes, *(f"error: {line}" for line in self.problems)])
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Finding:
+    """A failing call as the summary shows it; errors come first, then by execution."""
+
+    warning: bool
+    step: int
+    order: int
+    rank: int
+    text: str = field(compare=False)
+
+
+def verdict(
+    work_dir: Path, results_dir: Path, ranks: Sequence[int], fail_on: str = "nothing"
+) -> Report:
+    """Judge a run by its merged tables.
+
+    Parameters
+    ----------
+    work_dir, results_dir : Path
+    ranks : sequence of int
+        Every rank that had to be checked; each has its tables.
+    fail_on : str
+        ``nothing``, or ``error``: a call with an error is a problem.
+
+    Returns
+    -------
+    Report
+
+    Raises
+    ------
+    SpoolError
+        If a rank's end or a table is missing or unusable.
+    """
+    work = WorkDir(work_dir)
+    report = Report()
+    findings: list[Finding] = []
+    paths: list[Path] = []
+    for rank in ranks:
+        end = RankEnd.load(work.end(rank))
+        tables = RankTables(results_dir, end.timestamp, rank)
+        totals = read_totals(tables.coverage)
+        _count_lines(report, rank, totals)
+        _problems(report, rank, totals, end, tables)
+        first, errors = _failing(tables, rank)
+        findings.extend(first)
+        if errors and fail_on == "error":
+            report.problems.append(
+                f"rank {rank}: {_calls(errors)} with errors; see {tables.summary}"
+            )
+        paths.extend(tables.all)
+    if not ranks:
+        report.problems.append("nothing was compared: rank_list is empty; name the ranks to check")
+    if findings:
+        report.lines += ["", "first failing call: " + min(findings).text]
+    elif not report.problems:
+        report.lines += ["", "no failing call"]
+    report.lines += ["", "tables:", *(f"  {path}" for path in paths)]
+    return report
+
+
+def _count_lines(report: Report, rank: int, totals: dict[tuple[str, str], int]) -> None:
+    captured = totals.get(("captured", ""))
+    parts = [f"captured {'unknown' if captured is None else captured}"]
+    for what in ("found", "compared", "skipped", "replay_failed", "quarantined", "not_selected"):
+        calls = total_of(totals, [what])
+        if calls or what in ("found", "compared"):
+            parts.append(f"{what.replace('_', ' ')} {calls}")
+    report.lines.append(f"rank {rank}: {', '.join(parts)}")
+    report.lines.append(f"  {'':11}{'pass':>9}{'Warning':>9}{'error':>9}")
+    for route in Route:
+        counts = [totals.get((what, route.value), 0) for what in ("pass", "warning", "error")]
+        report.lines.append(f"  {route.value:11}" + "".join(f"{count:9}" for count in counts))
+    own = [total_of(totals, [what]) for what in ("standard_warning", "standard_error")]
+    if any(own):
+        report.lines.append(
+            f"  two-way calls by their own standard: {own[0]} Warning, {own[1]} error"
+        )
+    kept, lost = total_of(totals, ["kept"]), total_of(totals, ["not_kept"])
+    if kept or lost:
+        report.lines.append(f"  failing shards kept {kept}, not kept {lost}")
+
+
+def _problems(
+    report: Report,
+    rank: int,
+    totals: dict[tuple[str, str], int],
+    end: RankEnd,
+    tables: RankTables,
+) -> None:
+    found = total_of(totals, ["found"])
+    if not total_of(totals, ["compared"]):
+        report.problems.append(
+            f"rank {rank}: nothing was compared: {_calls(found)} found, none with a verdict; "
+            f"see {tables.coverage}"
+        )
+    missing = total_of(totals, ["missing"])
+    if missing:
+        captured = total_of(totals, ["captured"])
+        report.problems.append(
+            f"rank {rank}: {_shards(missing)} missing: captured {captured}, found {found}; "
+            "look whether the spool is whole, then rerun with another work_dir"
+        )
+    for what, text, way_out in (
+        ("quarantined", "unusable and set aside", "reasons"),
+        ("replay_failed", "could not be replayed", "reasons"),
+        ("unjudged", "measured for another standard than now asked for", "names"),
+    ):
+        calls = total_of(totals, [what])
+        if calls:
+            counted = _shards(calls) if what == "quarantined" else _calls(calls)
+            report.problems.append(f"rank {rank}: {counted} {text}; {way_out} in {tables.summary}")
+    if end.expected is None:
+        why = f" ({end.note})" if end.note else ""
+        report.warnings.append(
+            f"rank {rank} was never closed{why}: whether all its calls were found is not known"
+        )
+    dropped = total_of(totals, ["dropped"])
+    if dropped:
+        report.warnings.append(
+            f"rank {rank}: {_calls(dropped)} dropped during capture (spool full); "
+            "raise max_spool_bytes or capture fewer steps"
+        )
+
+
+def _failing(tables: RankTables, rank: int) -> tuple[list[Finding], int]:
+    """The first error and the first warning by either verdict, and how many errors there are."""
+    first: dict[bool, Finding] = {}
+    errors = 0
+    for row in read_table(tables.summary):
+        verdicts = (row["verdict"], row["standard_verdict"])
+        error = Status.ERROR.value in verdicts
+        errors += error
+        if (error or Status.WARNING.value in verdicts) and (not error) not in first:
+            first[not error] = Finding(
+                not error, int(row["step"]), int(row["order"]), rank, _finding(row, rank)
+            )
+    return list(first.values()), errors
+
+
+def _finding(row: dict[str, str], rank: int) -> str:
+    verdicts = f"{row['route']} {row['verdict']}"
+    if row["standard_verdict"] != row["verdict"]:
+        verdicts += f", {row['standard_verdict']} by the {row['standard']} standard"
+    else:
+        verdicts += f", {row['standard']} standard"
+    parts = [f"{row['api']} (rank {rank}, step {row['step']}, order {row['order']}): {verdicts}"]
+    if row["worst_metric"]:
+        at = f" at {row['worst_index']}" if row["worst_index"] else ""
+        parts.append(
+            f"  output {row['worst_output']}: {row['worst_metric']} {row['value']}, "
+            f"limit {row['limit']}{at}"
+        )
+    elif row["reason"]:
+        parts.append(f"  {row['reason']}")
+    where = [word for word in (row["module"], row["location"]) if word]
+    if where:
+        parts.append(f"  in {', '.join(where)}")
+    if row["shard"]:
+        parts.append(f"  shard {row['shard']}")
+    return "\n".join(parts)
+
+
+def _calls(number: int) -> str:
+    return f"{number} call{'' if number == 1 else 's'}"
+
+
+def _shards(number: int) -> str:
+    return f"{number} shard{' is' if number == 1 else 's are'}"

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rowmaker import TIMESTAMP, Run, call_verdict, quarantined
+
+from spool.errors import SpoolError
+from spool.merge import merge_rank
+from spool.records import CallVerdict, Outcome
+from spool.standards.rows import Route, Status
+from spool.tables import RankTables
+from spool.verdict import Report, verdict
+
+
+def report(
+    tmp_path: Path, calls: list[CallVerdict], fail_on: str = "nothing", **end: Any
+) -> Report:
+    run = Run(tmp_path, [[calls]] if calls else [], **end).write()
+    merge_rank(run.work.root, 0, run.results)
+    return verdict(run.work.root, run.results, [0], fail_on)
+
+
+PASS = call_verdict("Tensor.mul.0", 0)
+
+
+def skipped(order: int) -> CallVerdict:
+    return call_verdict(
+        "Torch.rand.0", order, Status.SKIP, outcome=Outcome.SKIPPED, message="random"
+    )
+
+
+def test_all_checked(tmp_path: Path) -> None:
+    result = report(tmp_path, [PASS, call_verdict("Functional.gelu.0", 1, route=Route.THREE_WAY)])
+    assert result.status == 0
+    assert result.problems == []
+    tables = RankTables(tmp_path / "results", TIMESTAMP, 0)
+    assert result.text() == "\n".join(
+        [
+            "rank 0: captured 2, found 2, compared 2",
+            "                  pass  Warning    error",
+            "  two-way            1        0        0",
+            "  three-way          1        0        0",
+            "",
+            "no failing call",
+            "",
+            "tables:",
+            *(f"  {path}" for path in tables.all),
+        ]
+    )
+
+
+def test_errors_are_findings_unless_asked(tmp_path: Path) -> None:
+    calls = [
+        PASS,
+        call_verdict("Tensor.sub.0", 1, Status.WARNING),
+        call_verdict(
+            "Functional.gelu.0",
+            2,
+            Status.ERROR,
+            route=Route.THREE_WAY,
+            worst_output=0,
+            worst_metric="max_rel",
+            worst_value=13.25,
+            worst_limit=10.0,
+            worst_index="(3, 5)",
+            module="model.layers.0.mlp",
+        ),
+        call_verdict("Tensor.add.0", 3, standard_verdict=Status.ERROR),
+    ]
+    result = report(tmp_path / "a", calls)
+    assert result.status == 0
+    assert "first failing call: Functional.gelu.0 (rank 0, step 0, order 2): three-way error" in (
+        result.text()
+    )
+    assert "output 0: max_rel 13.25, limit 10 at (3, 5)" in result.text()
+    assert "in model.layers.0.mlp, train.py:7 in forward" in result.text()
+    assert "two-way calls by their own standard: 1 Warning, 1 error" in result.text()
+    assert "failing shards kept 0, not kept 3" in result.text()
+    result = report(tmp_path / "b", calls, fail_on="error")
+    assert result.status == 1
+    (problem,) = result.problems
+    assert problem.startswith("rank 0: 2 calls with errors; see ")
+
+
+def test_an_error_by_the_standard_alone_is_found(tmp_path: Path) -> None:
+    call = call_verdict("Tensor.add.0", 3, standard_verdict=Status.ERROR, message="small ones")
+    result = report(tmp_path, [PASS, call], fail_on="error")
+    assert result.status == 1
+    assert "two-way pass, error by the absolute standard" in result.text()
+    assert "  small ones" in result.text()
+
+
+def test_a_warning_is_shown_if_there_is_no_error(tmp_path: Path) -> None:
+    result = report(tmp_path, [PASS, call_verdict("Tensor.sub.0", 1, Status.WARNING)], "error")
+    assert result.status == 0
+    assert "first failing call: Tensor.sub.0" in result.text()
+
+
+def test_nothing_compared_fails(tmp_path: Path) -> None:
+    skipped = call_verdict(
+        "Torch.rand.0", 0, Status.SKIP, outcome=Outcome.SKIPPED, message="random"
+    )
+    result = report(tmp_path / "skip", [skipped])
+    assert result.status == 1
+    assert "rank 0: nothing was compared: 1 call found, none with a verdict; see" in result.text()
+    assert "no failing call" not in result.text()
+    result = report(tmp_path / "empty", [])
+    assert result.status == 1
+    assert "nothing was compared: 0 calls found" in result.text()
+    result = verdict(tmp_path / "skip" / "work", tmp_path / "results", [])
+    assert result.status == 1
+    assert result.problems == ["nothing was compared: rank_list is empty; name the ranks to check"]
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (
+            quarantined("Tensor.add.0", 1, "crc32 differs"),
+            "rank 0: 1 shard is unusable and set aside; reasons in ",
+        ),
+        (
+            call_verdict(
+                "Torch.inverse.0",
+                1,
+                Status.SKIP,
+                outcome=Outcome.REPLAY_FAILED,
+                message="RuntimeError: x",
+            ),
+            "rank 0: 1 call could not be replayed; reasons in ",
+        ),
+        (
+            call_verdict("Tensor.add.0", 1, Status.SKIP, outcome=Outcome.UNJUDGED, message="route"),
+            "rank 0: 1 call measured for another standard than now asked for; names in ",
+        ),
+    ],
+)
+def test_what_could_not_be_checked_fails(tmp_path: Path, call: CallVerdict, line: str) -> None:
+    result = report(tmp_path, [PASS, call])
+    assert result.status == 1
+    (problem,) = result.problems
+    assert problem.startswith(line)
+    assert "\n" not in problem
+
+
+def test_a_legitimate_skip_does_not_fail(tmp_path: Path) -> None:
+    skipped = call_verdict(
+        "Torch.rand.0", 1, Status.SKIP, outcome=Outcome.SKIPPED, message="random"
+    )
+    result = report(tmp_path, [PASS, skipped])
+    assert result.status == 0
+    assert "skipped 1" in result.text()
+
+
+def test_missing_shards_fail(tmp_path: Path) -> None:
+    closed = {"steps": {"0": {"shards": 3, "dropped": 0, "skipped": {}}}, "reason": "disabled"}
+    result = report(tmp_path, [PASS], expected=closed, missing={0: 2})
+    assert result.status == 1
+    assert "2 shards are missing: captured 3, found 1" in result.text()
+
+
+def test_an_unclosed_rank_and_dropped_calls_are_warned_about(tmp_path: Path) -> None:
+    result = report(tmp_path / "a", [PASS], expected=None, note="silent for 300 s")
+    assert result.status == 0
+    assert "captured unknown" in result.text()
+    assert "warning: rank 0 was never closed (silent for 300 s)" in result.text()
+    closed = {"steps": {"0": {"shards": 1, "dropped": 7, "skipped": {}}}, "reason": "disabled"}
+    result = report(tmp_path / "b", [PASS], expected=closed)
+    assert result.status == 0
+    assert "7 calls dropped during capture" in result.text()
+
+
+def test_the_first_failing_call_of_all_ranks(tmp_path: Path) -> None:
+    for rank, order in ((0, 9), (1, 4)):
+        calls = [call_verdict("Tensor.add.0", order, Status.ERROR, rank=rank)]
+        run = Run(tmp_path, [[calls]], rank).write()
+        merge_rank(run.work.root, rank, run.results)
+    result = verdict(tmp_path / "work", tmp_path / "results", [0, 1])
+    assert "first failing call: Tensor.add.0 (rank 1, step 0, order 4)" in result.text()
+
+
+def test_an_error_comes_before_an_earlier_warning(tmp_path: Path) -> None:
+    for rank, status in ((0, Status.WARNING), (1, Status.ERROR)):
+        calls = [call_verdict("Tensor.add.0", 5 + rank, status, rank=rank)]
+        run = Run(tmp_path, [[calls]], rank).write()
+        merge_rank(run.work.root, rank, run.results)
+    result = verdict(tmp_path / "work", tmp_path / "results", [0, 1])
+    assert "first failing call: Tensor.add.0 (rank 1, step 0, order 6)" in result.text()
+
+
+def test_tables_that_are_not_there_are_one_line(tmp_path: Path) -> None:
+    run = Run(tmp_path, [[[PASS]]]).write()
+    with pytest.raises(SpoolError, match="cannot read the table"):
+        verdict(run.work.root, run.results, [0])
+    with pytest.raises(SpoolError, match="end of a rank"):
+        verdict(run.work.root, run.results, [7])
