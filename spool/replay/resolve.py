@@ -1,0 +1,46 @@
+"""From an API name in a shard to the function that replays it: an allow-list, nothing else."""
+
+from __future__ import annotations
+
+from spool import apinames
+from spool.apinames import Function
+from spool.errors import BadShard
+
+
+class NoReference(Exception):
+    """A fused operator of the training device has no reference here; the call is skipped.
+
+    Parameters
+    ----------
+    reason : str
+        For the verdict table, e.g. ``no reference for npu_rms_norm``.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def resolve(api: str) -> Function:
+    """The function that replays an API.
+
+    Parameters
+    ----------
+    api : str
+        Prefixed name without counter, from a shard.
+
+    Raises
+    ------
+    NoReference
+        For a fused operator (``NPU.*``) that nobody gave a reference for.
+    BadShard
+        For any other name that is not in the table of `spool.apinames`: the shard
+        asks for something that no capture writes.
+    """
+    prefix, _, name = api.partition(".")
+    if prefix == "NPU":
+        raise NoReference(f"no reference for {name}")
+    try:
+        return apinames.function_of(api)
+    except apinames.Refused:
+        raise BadShard(f"asks for {api[:80]!r}, which is refused") from None
