@@ -1,0 +1,62 @@
+"""Closing a rank by hand, when its training died without doing so."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from spool.errors import StoreError
+from spool.store import RankCounts, StepCounts, Store
+
+REASON = "closed by hand"
+
+
+def close_rank(store: Store, rank: int, *, force: bool = False) -> RankCounts:
+    """Mark a rank as complete with what is there now.
+
+    A step that its writer closed keeps its counts; of another the shards that lie
+    in the spool are counted. (Those that were checked and deleted already are known
+    to the checking host, which never demands fewer than it has seen.)
+
+    Parameters
+    ----------
+    force : bool
+        Also when the training process is alive on this host.
+
+    Returns
+    -------
+    RankCounts
+        What was written.
+
+    Raises
+    ------
+    StoreError
+        If the trainer is alive.
+    """
+    beat = store.read_heartbeat(rank)
+    if beat and not force and beat.host == socket.gethostname() and _is_alive(beat.pid):
+        raise StoreError(
+            f"rank {rank} of {store.root} is still written by process {beat.pid}; "
+            "end that, or add --force"
+        )
+    counts = {}
+    for step in store.steps(rank):
+        known = store.step_closed(rank, step)
+        if known is None:
+            shards = store.shards(rank, step)
+            known = StepCounts(shards=len(shards), bytes=sum(entry.nbytes for entry in shards))
+            store.close_step(rank, step, known)
+        counts[step] = known
+    closed = RankCounts(counts, REASON)
+    store.close_rank(rank, closed)
+    return closed
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

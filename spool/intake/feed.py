@@ -1,0 +1,114 @@
+"""The queue that Snakemake reads its targets from.
+
+Snakemake parses the Snakefile in its main process, in every job's process, and for
+commands that only look (``-n --lint --dag --unlock --report --summary``). The intake
+must run in the first alone, and what tells them apart is settled only after parsing:
+so the feed decides when Snakemake takes the first item.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from spool.errors import SpoolError
+from spool.intake.calm import quieten, share_timer
+from spool.intake.follow import Intake
+from spool.intake.lock import WorkLock
+from spool.intake.targets import existing_targets
+from spool.settings import Settings
+
+
+class Feed(queue.Queue[Any]):
+    """A queue that starts the intake when Snakemake first looks into it.
+
+    Parameters
+    ----------
+    settings : Settings
+        Of this run.
+    workflow : snakemake.workflow.Workflow
+        Tells what this process is for.
+    """
+
+    END = "end of targets"
+
+    def __init__(self, settings: Settings, workflow: Any) -> None:
+        super().__init__()
+        self._settings = settings
+        self._workflow = workflow
+        self._intake: Intake | None = None
+        self._is_begun = False
+        self._is_calm = False
+
+    def get_nowait(self) -> Any:
+        """Return the next target, or raise `queue.Empty`.
+
+        Raises
+        ------
+        SystemExit
+            If the intake cannot begin or has failed; the reason is on stderr.
+        """
+        if not self._is_begun:
+            self._is_begun = True
+            try:
+                self._begin()
+            except SpoolError as error:
+                _give_up(error)
+        if self._intake is not None and self._intake.error is not None:
+            _give_up(self._intake.error)
+        if not self._is_calm and self._workflow.scheduler is not None:
+            self._is_calm = True
+            share_timer(self._workflow.scheduler)
+        return super().get_nowait()
+
+    def _begin(self) -> None:
+        if not is_live(self._workflow):
+            for target in existing_targets(self._settings):
+                self._put_path(target)
+            self._finish()
+            return
+        lock = WorkLock(self._settings.work.lock)
+        lock.acquire()
+        atexit.register(lock.release)
+        self._settings.save()
+        if not self._workflow.output_settings.verbose:
+            quieten(logging.getLogger("snakemake.logging"))
+        self._intake = Intake(self._settings, self._put_path, self._finish)
+        self._intake.prepare()
+        self._intake.start()
+        atexit.register(self._intake.stop)
+
+    def _put_path(self, path: Path) -> None:
+        self.put(str(path))
+
+    def _finish(self) -> None:
+        self.put(self.END)
+
+
+def is_live(workflow: Any) -> bool:
+    """Whether this process will really run jobs of its own choice.
+
+    False in a job's process, in a dry run, while touching files, and for every
+    command that builds the graph without executing it.
+    """
+    return (
+        workflow.is_main_process
+        and workflow.execution_settings is not None
+        and workflow.executor_plugin is not None
+        and not workflow.dryrun
+        and not workflow.touch
+    )
+
+
+def _give_up(error: BaseException) -> NoReturn:
+    """End Snakemake: one line for what a user can mend, a traceback for a fault of ours."""
+    if isinstance(error, SpoolError):
+        print(f"spool: {error}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+    raise SystemExit(1)

@@ -1,0 +1,90 @@
+"""How far capture and checking are, read from what both leave on disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from spool.intake.progress import failing_calls
+from spool.store import Store
+from spool.workdir import Manifest, WorkDir
+
+
+def status_lines(spool_dir: Path, work_dir: Path, now: float | None = None) -> Iterator[str]:
+    """Describe a run, rank by rank.
+
+    Parameters
+    ----------
+    spool_dir, work_dir : Path
+        Of the run; the work directory need not exist yet.
+    now : float, optional
+        Seconds since the epoch.
+
+    Raises
+    ------
+    StoreError
+        If there is no readable spool.
+    """
+    store, work = Store.open(spool_dir), WorkDir(work_dir)
+    now = time.time() if now is None else now
+    yield f"{store.root}: run of {store.run.timestamp}"
+    ranks = store.ranks()
+    if not ranks:
+        yield "no rank has begun"
+    for rank in ranks:
+        yield f"rank {rank}: {_captured(store, rank, now)}"
+        yield f"rank {rank}: {_checked(work, rank)}"
+
+
+def _captured(store: Store, rank: int, now: float) -> str:
+    closed, beat = store.rank_closed(rank), store.read_heartbeat(rank)
+    if closed is not None:
+        calls = sum(counts.shards for counts in closed.steps.values())
+        dropped = sum(counts.dropped for counts in closed.steps.values())
+        lost = f", {dropped} dropped" if dropped else ""
+        return f"closed ({closed.reason}): {calls} calls in {len(closed.steps)} steps{lost}"
+    if beat is None:
+        return "open, no heartbeat yet"
+    blocked = "BLOCKED, the spool is full" if beat.blocked else "not blocked"
+    return (
+        f"step {beat.step} open, {beat.captured} calls captured ({_size(beat.bytes)}), "
+        f"last heartbeat {max(0.0, now - beat.time):.0f} s ago, trainer {blocked}"
+    )
+
+
+def _checked(work: WorkDir, rank: int) -> str:
+    seen = done = batches_done = 0
+    finished: list[tuple[float, int]] = []
+    batches = work.batches(rank)
+    for number in batches:
+        calls = len(Manifest.load(work.batch(rank, number)).shards)
+        seen += calls
+        measured = work.measured(rank, number)
+        if measured.exists():
+            done += calls
+            batches_done += 1
+            finished.append((measured.stat().st_mtime, calls))
+    failing = sum(failing_calls(work.retired(rank, number)) for number in work.segments(rank))
+    rate = f", {_rate(finished):.0f} calls/s" if len(finished) > 1 else ""
+    end = ", all of it known" if work.end(rank).exists() else ""
+    return (
+        f"{done} of {seen} calls replayed ({batches_done} of {len(batches)} batches{end}){rate}, "
+        f"{failing} failing so far"
+    )
+
+
+def _rate(finished: list[tuple[float, int]]) -> float:
+    """Calls per second from batches' times and calls; how long the first took is not known."""
+    finished = sorted(finished)
+    span = finished[-1][0] - finished[0][0]
+    return sum(calls for _, calls in finished[1:]) / max(span, 1e-3)
+
+
+def _size(nbytes: int) -> str:
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

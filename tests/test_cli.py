@@ -1,0 +1,152 @@
+"""The ``spool`` command, and what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from spools import make_call, make_spool, publish_step
+
+from spool.cli import main
+from spool.intake.lock import Owner, WorkLock
+from spool.status import status_lines
+from spool.store import Heartbeat, RankCounts, StepCounts, Store
+from spool.workdir import Manifest, Segment, ShardRef, WorkDir, write_if_changed
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def beat(**changes: object) -> Heartbeat:
+    made = Heartbeat(time=100.0, pid=1, host="far", step=2, captured=7, bytes=1500)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def test_without_a_command_it_shows_how(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+    assert "usage: spool" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["status"], ["close"], ["clear", "--yes"], ["close", "--rank", "3", "one"]]
+)
+def test_a_user_error_is_one_line_and_status_two(
+    here: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_spool(here / "one")
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("spool: ")
+    assert error.count("\n") == 1
+
+
+def test_init_writes_a_workflow_and_overwrites_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", "new"]) == 0
+    assert (here / "new" / "Snakefile").is_file()
+    assert (here / "new" / "profiles" / "default" / "config.yaml").is_file()
+    assert main(["init", "new"]) == 2
+    assert "would be overwritten" in capsys.readouterr().err
+
+
+def test_status_tells_of_the_trainer_and_of_the_checks(here: Path) -> None:
+    store = Store.create(here / "spool-data", {})
+    work = WorkDir(here / "work")
+    store.heartbeat(0, beat())
+    lines = list(status_lines(store.root, work.root, now=103.0))
+    assert "step 2 open, 7 calls captured (1.5 KB)" in lines[1]
+    assert "last heartbeat 3 s ago, trainer not blocked" in lines[1]
+    assert lines[2] == "rank 0: 0 of 0 calls replayed (0 of 0 batches), 0 failing so far"
+    store.heartbeat(0, beat(blocked=True))
+    assert "trainer BLOCKED" in list(status_lines(store.root, work.root))[1]
+
+    for number in range(3):
+        shards = tuple(ShardRef(f"{n:06d}.Torch.add.{n}.h5", 1) for n in range(10))
+        Manifest(0, 0, number, str(store.root), "run", shards).save(work.batch(0, number))
+    Segment(0, 0, 0, (0, 1)).save(work.segment(0, 0))
+    write_if_changed(work.retired(0, 0), {"failing": 4})
+    for number in range(2):
+        work.measured(0, number).parent.mkdir(parents=True, exist_ok=True)
+        work.measured(0, number).touch()
+        os.utime(work.measured(0, number), (100 + 2 * number, 100 + 2 * number))
+    store.close_rank(0, RankCounts({0: StepCounts(30, 1, dropped=2)}, "disabled"))
+    lines = list(status_lines(store.root, work.root))
+    assert lines[1] == "rank 0: closed (disabled): 30 calls in 1 steps, 2 dropped"
+    assert lines[2] == (
+        "rank 0: 20 of 30 calls replayed (2 of 3 batches), 5 calls/s, 4 failing so far"
+    )
+
+
+def test_close_counts_what_is_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store.create(here / "spool-data", {})
+    closed = publish_step(store, 0, 0, 2)
+    for order in range(3):
+        store.publish(make_call(step=1, order=order))
+    assert main(["close"]) == 0
+    assert capsys.readouterr().out == "rank 0 closed: 5 calls in 2 steps\n"
+    counts = store.rank_closed(0)
+    assert counts is not None
+    assert counts.reason == "closed by hand"
+    assert counts.steps[0] == closed
+    assert counts.steps[1].shards == 3
+    assert main(["close"]) == 0
+    assert "closed already" in capsys.readouterr().out
+
+
+def test_close_refuses_a_living_trainer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store.create(here / "spool-data", {})
+    publish_step(store, 0, 0, 1)
+    store.heartbeat(0, beat(host=socket.gethostname(), pid=os.getpid()))
+    assert main(["close"]) == 2
+    assert f"still written by process {os.getpid()}" in capsys.readouterr().err
+    assert store.rank_closed(0) is None
+    assert main(["close", "--force"]) == 0
+    assert store.rank_closed(0) is not None
+
+
+def test_clear_deletes_only_when_sure(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = make_spool(here / "spool-data", ranks=2)
+    (here / "spool-data" / "notes.txt").touch()
+    # Nobody can be asked here.
+    assert main(["clear"]) == 2
+    assert "add --yes" in capsys.readouterr().err
+    assert store.ranks() == [0, 1]
+    assert main(["clear", "--rank", "1", "--yes"]) == 0
+    assert store.ranks() == [0]
+    assert main(["clear", "--yes"]) == 0
+    assert sorted(path.name for path in (here / "spool-data").iterdir()) == ["notes.txt"]
+
+
+def test_unlock_releases_another_host(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["unlock"]) == 0
+    assert "nobody holds it" in capsys.readouterr().out
+    (here / "work").mkdir()
+    far = replace(Owner.me(), host="far", boot="other", pid=77)
+    (here / "work" / "intake.lock").write_text(json.dumps(asdict(far)))
+    assert main(["unlock"]) == 0
+    assert "was held by process 77 on far" in capsys.readouterr().out
+    with WorkLock(here / "work" / "intake.lock"):
+        assert main(["unlock"]) == 2
+        assert "end it instead" in capsys.readouterr().err
+
+
+def test_short_jobs_do_not_import_torch() -> None:
+    """What check, compare, merge, retire and the intake import stays light."""
+    modules = ["judging", "retire", "merge", "verdict", "intake.feed", "gpus", "job", "status"]
+    modules += ["replay.batch", "cli"]
+    code = "import sys, " + ", ".join(f"spool.{name}" for name in modules)
+    code += "; print([name for name in ('torch', 'pandas') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    assert done.stdout.strip() == "[]", done.stderr
