@@ -16,6 +16,15 @@ from spool._torch import DTYPES, Unsupported, carrier, field_names
 from spool.call import NamedTuple, Region, Size, Slice, TensorRef, TorchValue, Tree, packing
 from spool.dtypes import CONSTANTS, ITEMSIZE
 
+# Tables, so that no attribute is ever looked up by a name that a shard gives.
+_CONSTANTS: dict[str, dict[str, Any]] = {
+    kind: {name: getattr(torch, name) for name in names if hasattr(torch, name)}
+    for kind, names in CONSTANTS.items()
+}
+_RETURN_TYPES: dict[str, Any] = {
+    name: kind for name, kind in vars(torch.return_types).items() if isinstance(kind, type)
+}
+
 
 def thaw(tree: Tree, regions: Sequence[Region], device: torch.device | str | None = None) -> Any:
     """Make a live value of `tree`; see `thaw_all`."""
@@ -78,10 +87,10 @@ class _Thaw:
     def _torch_value(self, value: TorchValue) -> Any:
         if value.kind == "device":
             return self.device if self.device is not None else torch.device(value.name)
-        known = CONSTANTS.get(value.kind, ())
-        if value.name not in known or not hasattr(torch, value.name):
+        known = _CONSTANTS.get(value.kind, {})
+        if value.name not in known:
             raise Unsupported(f"{value.kind} {value.name} is unknown to torch {torch.__version__}")
-        return getattr(torch, value.name)
+        return known[value.name]
 
     def _tensor(self, ref: TensorRef) -> torch.Tensor:
         dtype = DTYPES.get(ref.dtype)
@@ -125,8 +134,8 @@ def _as_tensor(region: npt.NDArray[Any]) -> torch.Tensor:
 
 def _named(label: str, fields: tuple[str, ...], values: list[Any]) -> Any:
     module, _, name = label.rpartition(".")
-    known: Any = getattr(torch.return_types, name, None)
-    if module == "torch.return_types" and known and field_names(known) == fields:
+    known = _RETURN_TYPES.get(name) if module == "torch.return_types" else None
+    if known is not None and field_names(known) == fields:
         return known(values)
     return _named_class(name, fields)(*values)
 

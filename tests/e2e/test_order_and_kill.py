@@ -71,12 +71,12 @@ def test_kill_and_same_command(
     stage: str, faulty_spool: Path, faulty_tables: dict[str, bytes], tmp_path: Path
 ) -> None:
     harness.copy_spool(faulty_spool, tmp_path)
-    process = start(tmp_path, batch="{calls: 40}")
+    process = start(tmp_path, batch="{calls: 140}")
     wait_until(lambda: any((tmp_path / "work").glob(STAGES[stage])), process)
     assert process.poll() is None, "ended before it could be killed"
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    harness.workflow(tmp_path, batch="{calls: 40}")
+    harness.workflow(tmp_path, batch="{calls: 140}")
     assert harness.tables(tmp_path) == faulty_tables
 
 
@@ -85,13 +85,13 @@ def test_kill_again_and_again(
 ) -> None:
     harness.copy_spool(faulty_spool, tmp_path)
     for seconds in (1.5, 3.0, 4.5, 6.0):
-        process = start(tmp_path, batch="{calls: 40}")
+        process = start(tmp_path, batch="{calls: 140}")
         try:
             process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    harness.workflow(tmp_path, batch="{calls: 40}")
+    harness.workflow(tmp_path, batch="{calls: 140}")
     assert harness.tables(tmp_path) == faulty_tables
 
 
