@@ -17,6 +17,8 @@ with job(snakemake.log[0]):
         snakemake.params.fail_on,
     )
     print(report.text(), file=sys.stderr)
-    if report.status == 0:
-        atomic_write(Path(snakemake.output[0]), report.text().encode() + b"\n")
+    # The output says that all is well; Snakemake refers to the log if it is not.
+    target = Path(snakemake.log[0] if report.status else snakemake.output[0])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(target, report.text().encode() + b"\n")
     sys.exit(report.status)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from spool.errors import SpoolError, StoreError
+from spool.errors import SpoolError, StoreError, explain
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -31,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command(arguments)
     except SpoolError as error:
         print(f"spool: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"spool: {explain(error)}; mend that and run the same command again", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -177,7 +177,7 @@ def _check(values: Mapping[str, object], where: str) -> dict[str, Any]:
     for key, value in values.items():
         name = "spool_dir" if key == "nfs_path" else key
         if name not in CHECKS:
-            known = ", ".join(sorted(CHECKS))
+            known = ", ".join(sorted((*CHECKS, "nfs_path")))
             raise ConfigError(f"{where}unknown key {key!r}; known keys: {known}")
         if name in checked:
             raise ConfigError(f"{where}spool_dir and nfs_path are the same key; set one of them")

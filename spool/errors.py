@@ -11,6 +11,12 @@ class SpoolError(Exception):
     """Base of every error that a user, a configuration or foreign data can cause."""
 
 
+def explain(error: OSError) -> str:
+    """One line for what the system refused: a file, and why."""
+    why = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {why}" if error.filename else why
+
+
 class ConfigError(SpoolError):
     """A configuration key or value is not usable."""
 

@@ -173,7 +173,10 @@ class Store:
             nbytes = shard.write(call, partial)
             # A shard is never modified; with one writer per rank nobody gets between.
             if os.path.lexists(path):
-                raise StoreError(f"{path} exists already: two writers share rank {call.rank}")
+                raise StoreError(
+                    f"{path} exists already: two writers share rank {call.rank}; "
+                    "give each process its own RANK or spool_dir"
+                )
             os.rename(partial, path)
         except BaseException:
             with contextlib.suppress(OSError):

@@ -168,8 +168,8 @@ def _problems(
     dropped = total_of(totals, ["dropped"])
     if dropped:
         report.warnings.append(
-            f"rank {rank}: {_calls(dropped)} dropped during capture (spool full); "
-            "raise max_spool_bytes or capture fewer steps"
+            f"rank {rank}: {_calls(dropped)} dropped during capture; "
+            f"the reasons are the not_captured rows of {tables.coverage}"
         )
 
 

@@ -150,3 +150,14 @@ def test_short_jobs_do_not_import_torch() -> None:
     code += "; print([name for name in ('torch', 'pandas') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_place_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["init", str(tmp_path / "file" / "below")]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert "Not a directory" in line
+    assert "file" in line

@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from spool.errors import SpoolError
+from spool.errors import SpoolError, StoreError, explain
 from spool.intake.calm import quieten, share_timer
 from spool.intake.follow import Intake
 from spool.intake.lock import WorkLock
@@ -57,7 +57,7 @@ class Feed(queue.Queue[Any]):
             self._is_begun = True
             try:
                 self._begin()
-            except SpoolError as error:
+            except (SpoolError, OSError) as error:
                 _give_up(error)
         if self._intake is not None and self._intake.error is not None:
             _give_up(self._intake.error)
@@ -107,6 +107,8 @@ def is_live(workflow: Any) -> bool:
 
 def _give_up(error: BaseException) -> NoReturn:
     """End Snakemake: one line for what a user can mend, a traceback for a fault of ours."""
+    if isinstance(error, OSError):
+        error = StoreError(f"{explain(error)}; mend that and run the same command again")
     if isinstance(error, SpoolError):
         print(f"spool: {error}", file=sys.stderr, flush=True)
     else:

@@ -223,6 +223,9 @@ class Intake(threading.Thread):
         lost = f", {sum(end.missing.values())} missing" if end.missing else ""
         note = f" ({end.note})" if end.note else ""
         calls = sum(end.found.values())
-        self._say(f"rank {end.rank} is over: {calls} calls in {end.batches} batches{lost}{note}")
+        amount = (
+            f"{calls} call{'s' * (calls != 1)} in {end.batches} batch{'es' * (end.batches != 1)}"
+        )
+        self._say(f"rank {end.rank} is over: {amount}{lost}{note}")
         for target in end_targets(self._settings, end):
             self._put(target)

@@ -118,7 +118,7 @@ class Watch:
                 from watchdog.observers.inotify import InotifyObserver
 
                 observer: BaseObserver = InotifyObserver()
-                # Shards are published by a link, markers by a rename.
+                # Shards and markers are published by a rename.
                 kinds: list[type[FileSystemEvent]]
                 kinds = [FileCreatedEvent, FileMovedEvent, DirCreatedEvent]
                 observer.schedule(handler, str(self._root), recursive=True, event_filter=kinds)

@@ -58,6 +58,11 @@ def test_bad_configuration(config: dict[str, str], words: tuple[str, ...], run: 
     refused(harness.workflow(run, check=False, **config), *words)
 
 
+def test_work_directory_that_cannot_be_made(run: Path) -> None:
+    (run / "file").write_text("")
+    refused(harness.workflow(run, check=False, work_dir="file/work"), "file", "Not a directory")
+
+
 def test_newer_format(run: Path) -> None:
     path = run / "spool-data/run.json"
     info = json.loads(path.read_text())
@@ -74,6 +79,7 @@ def test_nothing_compared(tmp_path: Path) -> None:
         "spool.enable(spool_dir='spool-data')\ntorch.rand(3)\nspool.step()\nspool.disable()",
     )
     refused(harness.workflow(tmp_path, check=False), "nothing was compared")
+    assert "nothing was compared" in (tmp_path / "work/logs/verdict.log").read_text()
 
 
 def test_empty_run(tmp_path: Path) -> None:

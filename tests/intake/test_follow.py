@@ -208,7 +208,7 @@ def test_what_never_appears_is_counted_as_missing(root: Path, watch: bool) -> No
     assert run.look(1)
     end = RankEnd.load(run.work.end(0))
     assert (end.found, end.missing) == ({0: 1}, {0: 2, 7: 2})
-    assert run.lines[-1] == "rank 0 is over: 1 calls in 1 batches, 4 missing"
+    assert run.lines[-1] == "rank 0 is over: 1 call in 1 batch, 4 missing"
     run.close()
 
 
