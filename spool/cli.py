@@ -50,11 +50,15 @@ def _parser() -> argparse.ArgumentParser:
     init.set_defaults(command=_init)
 
     status = commands.add_parser("status", help="how far capture and checking are")
-    status.add_argument("--spool-dir", default="spool-data", type=Path, help="default: %(default)s")
+    status.add_argument(
+        "--spool-dir", type=Path, help="default: the one that the work directory follows"
+    )
     status.add_argument("--work-dir", default="work", type=Path, help="default: %(default)s")
     status.set_defaults(command=_status)
 
-    close = commands.add_parser("close", help="mark ranks as complete whose training died")
+    close = commands.add_parser(
+        "close", help="after a kill -9 of the training: mark its ranks as complete"
+    )
     close.add_argument("spool_dir", nargs="?", default="spool-data", type=Path)
     close.add_argument("--rank", type=int, action="append", help="default: all that are open")
     close.add_argument("--force", action="store_true", help="even if the trainer seems alive")
@@ -64,9 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     clear.add_argument("spool_dir", nargs="?", default="spool-data", type=Path)
     clear.add_argument("--rank", type=int, action="append", help="default: all, and the run")
     clear.add_argument("--yes", action="store_true", help="do not ask")
+    clear.add_argument("--force", action="store_true", help="even if the trainer seems alive")
     clear.set_defaults(command=_clear)
 
-    unlock = commands.add_parser("unlock", help="release a work directory held by another host")
+    unlock = commands.add_parser(
+        "unlock", help="release a work directory whose workflow died on another host"
+    )
     unlock.add_argument("work_dir", nargs="?", default="work", type=Path)
     unlock.set_defaults(command=_unlock)
 
@@ -111,12 +118,16 @@ def _close(arguments: argparse.Namespace) -> int:
 
 
 def _clear(arguments: argparse.Namespace) -> int:
+    from spool.close import refuse_living
     from spool.store import Store
 
     store = Store.open(arguments.spool_dir)
     ranks = _ranks(arguments, store.ranks())
     what = f"ranks {', '.join(map(str, ranks)) or 'none'} of {store.root}"
     size = sum(store.usage(rank) for rank in ranks)
+    if not arguments.force:
+        for rank in ranks:
+            refuse_living(store, rank)
     if not arguments.yes:
         if not sys.stdin.isatty():
             raise StoreError(f"{what} would be deleted ({size} bytes); add --yes")

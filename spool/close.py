@@ -1,4 +1,4 @@
-"""Closing a rank by hand, when its training died without doing so."""
+"""What is done by hand to a rank whose training died: closing it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,8 @@ def close_rank(store: Store, rank: int, *, force: bool = False) -> RankCounts:
     StoreError
         If the trainer is alive.
     """
-    beat = store.read_heartbeat(rank)
-    if beat and not force and beat.host == socket.gethostname() and _is_alive(beat.pid):
-        raise StoreError(
-            f"rank {rank} of {store.root} is still written by process {beat.pid}; "
-            "end that, or add --force"
-        )
+    if not force:
+        refuse_living(store, rank)
     counts = {}
     for step in store.steps(rank):
         known = store.step_closed(rank, step)
@@ -50,6 +46,24 @@ def close_rank(store: Store, rank: int, *, force: bool = False) -> RankCounts:
     closed = RankCounts(counts, REASON)
     store.close_rank(rank, closed)
     return closed
+
+
+def refuse_living(store: Store, rank: int) -> None:
+    """Make sure that no process of this host still captures a rank.
+
+    Raises
+    ------
+    StoreError
+        If one does.
+    """
+    beat = store.read_heartbeat(rank)
+    if store.rank_closed(rank) is not None or beat is None:
+        return
+    if beat.host == socket.gethostname() and _is_alive(beat.pid):
+        raise StoreError(
+            f"rank {rank} of {store.root} is still written by process {beat.pid}; "
+            "end that, or add --force"
+        )
 
 
 def _is_alive(pid: int) -> bool:

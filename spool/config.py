@@ -152,16 +152,18 @@ def load(config: str | os.PathLike[str] | None = None, **keywords: object) -> Ca
 def _read(path: Path) -> Mapping[str, object]:
     try:
         text = path.read_text(encoding="utf-8")
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a directory; write spool_dir={str(path)!r}") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 text: {error.reason}") from error
+        raise ConfigError(f"{path}: is not UTF-8 text: {error.reason}") from None
     try:
         document = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())
         kind = "JSON" if path.suffix == ".json" else "YAML"
-        raise ConfigError(f"{path}: is not {kind}: {problem}") from error
+        raise ConfigError(f"{path}: is not {kind}: {problem}") from None
     if document is None:
         return {}
     if not isinstance(document, Mapping):
@@ -209,9 +211,9 @@ def _fail(key: str, value: object, allowed: str) -> NoReturn:
 
 
 def _directory(key: str, value: object) -> Path | None:
-    if value == "":
+    if value == "" and key.endswith("nfs_path"):  # how msprobe's own examples say unset
         return None
-    if not isinstance(value, (str, os.PathLike)) or "\0" in os.fspath(value):
+    if value == "" or not isinstance(value, (str, os.PathLike)) or "\0" in os.fspath(value):
         _fail(key, value, "the path of a directory")
     return Path(value)
 

@@ -6,27 +6,37 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from spool.errors import StoreError
 from spool.intake.progress import failing_calls
 from spool.store import Store
-from spool.workdir import Manifest, WorkDir
+from spool.workdir import Manifest, WorkDir, read_json
 
 
-def status_lines(spool_dir: Path, work_dir: Path, now: float | None = None) -> Iterator[str]:
+def status_lines(spool_dir: Path | None, work_dir: Path, now: float | None = None) -> Iterator[str]:
     """Describe a run, rank by rank.
 
     Parameters
     ----------
-    spool_dir, work_dir : Path
-        Of the run; the work directory need not exist yet.
+    spool_dir : Path or None
+        None is the spool that the work directory follows, else ``spool-data``.
+    work_dir : Path
+        Need not exist yet.
     now : float, optional
         Seconds since the epoch.
 
     Raises
     ------
     StoreError
-        If there is no readable spool.
+        If there is no readable spool, or the work directory belongs to another run.
     """
-    store, work = Store.open(spool_dir), WorkDir(work_dir)
+    work = WorkDir(work_dir)
+    bound = read_json(work.run, "record of a run") if work.run.exists() else {}
+    store = Store.open(spool_dir or Path(str(bound.get("spool", "spool-data"))))
+    if bound and bound.get("run_id") != store.run.run_id:
+        raise StoreError(
+            f"{work_dir}: holds another run, that of {bound.get('spool')}; "
+            "name the work directory of this one: --work-dir DIR"
+        )
     now = time.time() if now is None else now
     yield f"{store.root}: run of {store.run.timestamp}"
     ranks = store.ranks()

@@ -51,10 +51,11 @@ _PLAIN_TYPES = frozenset((type(None), bool, int, float, complex, str, type(Ellip
 
 
 def copy_to_host(flat: torch.Tensor) -> npt.NDArray[Any]:
-    """Copy a flat tensor into fresh host memory and return it as an array."""
-    host = flat if flat.device.type == "cpu" else flat.cpu()
-    array: npt.NDArray[Any] = host.numpy()
-    return array.copy() if host is flat else array
+    """Copy a flat uint8 tensor into fresh host memory and return it as an array."""
+    # Never `flat.numpy()`: torch would mark the program's own storage as not resizable.
+    array = np.empty(flat.numel(), np.uint8)
+    torch.from_numpy(array).copy_(flat)
+    return array
 
 
 def freeze(

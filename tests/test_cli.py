@@ -161,3 +161,28 @@ def test_a_place_that_cannot_be_written_is_one_line(
     assert line.count("\n") == 1
     assert "Not a directory" in line
     assert "file" in line
+
+
+def test_clear_leaves_a_living_trainer_alone(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store.create(here / "one", {})
+    publish_step(store, 0, 0, 3)
+    store.heartbeat(0, beat(pid=os.getpid(), host=socket.gethostname()))
+    assert main(["clear", "--yes", "one"]) == 2
+    assert f"still written by process {os.getpid()}" in capsys.readouterr().err
+    assert store.shards(0, 0)
+    assert main(["clear", "--yes", "--force", "one"]) == 0
+    assert not (here / "one" / "rank0").exists()
+
+
+def test_status_takes_the_spool_that_the_work_directory_follows(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = make_spool(here / "one"), make_spool(here / "other")
+    write_if_changed(WorkDir(here / "work").run, {"run_id": one.run.run_id, "spool": "one"})
+    assert main(["status"]) == 0
+    assert f"{here / 'one'}: run of " in capsys.readouterr().out
+    assert main(["status", "--spool-dir", "other"]) == 2
+    assert "work: holds another run, that of one" in capsys.readouterr().err
+    assert other.run.run_id != one.run.run_id

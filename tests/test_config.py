@@ -160,8 +160,11 @@ def test_files_that_are_no_configuration(tmp_path: Path, document: str) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         load(tmp_path / "none.json")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"is a directory; write spool_dir="):
         load(tmp_path)
+    with pytest.raises(ConfigError, match="allowed is the path of a directory"):
+        load(spool_dir="")
+    assert load(nfs_path="").spool_dir == Path("spool-data")
     (tmp_path / "d.yaml").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(ConfigError, match="not UTF-8"):
         load(tmp_path / "d.yaml")

@@ -167,7 +167,7 @@ def test_hostile_structure_is_refused_by_name(tmp_path, record, reason):
         lambda file: file.attrs.__delitem__("crc"),
         lambda file: replace(file, "call", dtype=np.uint16),
     ],
-    ids=str,
+    ids=[f"change{number}" for number in range(13)],
 )
 def test_any_other_structure_is_refused(tmp_path, record, change):
     path = tmp_path / "hostile.h5"

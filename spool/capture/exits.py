@@ -76,6 +76,23 @@ class Exits:
         os.kill(os.getpid(), number)
 
 
+def raised_by_handler(error: BaseException) -> bool:
+    """Whether a signal handler raised it: then it is the program's, wherever it struck.
+
+    Timeouts and preemption are often told to a training loop in this way.
+    """
+    handlers = {
+        getattr(getattr(handler, "__func__", handler), "__code__", None)
+        for handler in map(signal.getsignal, signal.valid_signals())
+    }
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace = trace.tb_next
+    return False
+
+
 def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 

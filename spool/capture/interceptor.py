@@ -47,7 +47,14 @@ class Interceptor(TorchFunctionMode):
         return self._recorder.run(func, args, kwargs or {})
 
     def place(self) -> None:
-        """Put this mode on top of the calling thread's stack."""
+        """Put this mode on top of the calling thread's stack.
+
+        Takes off those of earlier captures that another thread ended, which could not
+        reach this stack.
+        """
+        for mode in _stack():
+            if isinstance(mode, Interceptor) and mode is not self:
+                mode.remove()
         _push(self)
 
     def present(self) -> bool:

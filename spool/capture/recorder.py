@@ -16,6 +16,7 @@ import torch
 
 from spool.call import Call, CallContext, Region, TensorRef, Tree
 from spool.capture.context import Places, Settings
+from spool.capture.exits import raised_by_handler
 from spool.capture.filters import Filters
 from spool.capture.ledger import Ledger, amount
 from spool.capture.listcalls import Arguments, count_elements, split_arguments, split_result
@@ -58,6 +59,7 @@ class _Half:
     transfers: Transfers
     room: int
     watch: Watch
+    is_submitted: bool = False
 
 
 @dataclass
@@ -140,7 +142,9 @@ class Recorder:
                 return self._take(identity, args, kwargs, found)
         except Unsupported as error:
             self._sink.skip(self.ledger, error.reason)
-        except Exception:
+        except Exception as error:
+            if raised_by_handler(error):
+                raise
             self._failed("before", func)
         return None
 
@@ -252,9 +256,12 @@ class Recorder:
         except Unsupported as error:
             self._sink.skip(pending.halves[0][1].ledger, error.reason, calls=len(pending.halves))
             self._abandon(pending)
-        except Exception:
-            self._failed("after", pending.halves[0][1].api if pending.halves else "")
+        except Exception as error:
+            api = pending.halves[0][1].api if pending.halves else ""
             self._abandon(pending)
+            if raised_by_handler(error):
+                raise
+            self._failed("after", api)
         except BaseException:  # an interrupt of the program's own
             self._abandon(pending)
             raise
@@ -292,6 +299,7 @@ class Recorder:
             context=context,
             regions=regions,
         )
+        half.is_submitted = True
         self._sink.submit(Record(call, half.transfers, half.room), half.ledger)
 
     def _abandon(self, pending: _Pending) -> None:
@@ -300,7 +308,11 @@ class Recorder:
         pending.halves.clear()
 
     def _drop(self, half: _Half) -> None:
-        self._sink.adjust(half.room, 0)
+        """Give up a call; what is handed over already is the sink's."""
+        if half.is_submitted:
+            return
+        room, half.room = half.room, 0
+        self._sink.adjust(room, 0)
         half.transfers.release()
 
     def _failed(self, when: str, what: object) -> None:

@@ -317,3 +317,22 @@ def test_two_processes_of_one_rank(spooled):
     spooled.store().heartbeat(0, beat)
     with pytest.raises(StoreError, match=f"is being captured by process {os.getppid()}"):
         spooled.enable(resume=True)
+
+
+def test_a_capture_ended_by_another_thread_leaves_no_mode_behind(spooled, tmp_path):
+    with Passing() as theirs:
+        session = spooled.enable()
+        sin()
+        thread = threading.Thread(target=spool.disable)
+        thread.start()
+        thread.join()
+        session.disable()
+        assert _get_current_function_mode_stack() == [theirs]
+        spooled.enable(resume=True)
+        thread = threading.Thread(target=spool.disable)
+        thread.start()
+        thread.join()
+        # Nobody told this thread; the next capture cleans up.
+        with spool.enable(spool_dir=tmp_path / "next"):
+            assert len(_get_current_function_mode_stack()) == 2
+        assert _get_current_function_mode_stack() == [theirs]

@@ -1,0 +1,63 @@
+"""What the program could do without capture, it can do with it."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("n", [3, 100_000])
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_captured_storage_can_still_be_resized(spooled, n):
+    """Arguments and results: `out=` buffers grow, and FSDP frees what it gathered."""
+
+    def body():
+        buffer = torch.empty(0)
+        for size in (n, 2 * n):
+            torch.add(torch.ones(size), 1, out=buffer)
+        assert buffer.shape == (2 * n,)
+        x = torch.ones(n)
+        y = x + 1
+        for tensor in (x, y):
+            tensor.untyped_storage().resize_(0)
+            assert tensor.untyped_storage().resizable()
+        z = torch.ones(n)
+        (z * 2).resize_(4)
+
+    calls = spooled.capture(body)
+    assert [call.name for call in calls][:2] == ["Torch.add.0", "Torch.add.1"]
+    assert calls[1].regions[-1].nbytes == 2 * n * 4
+
+
+class Preempted(Exception):
+    """What a program raises from its own signal handler."""
+
+
+def test_an_exception_of_a_signal_handler_reaches_the_program(spooled):
+    def handler(number, frame):
+        raise Preempted
+
+    before = signal.signal(signal.SIGALRM, handler)
+    session = spooled.enable()
+    x = torch.ones(10_000)
+
+    def work():
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            x * 2
+
+    try:
+        for delay in [0.0002 * n for n in range(1, 60)]:
+            signal.setitimer(signal.ITIMER_REAL, delay)
+            with pytest.raises(Preempted):
+                work()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    session.disable()
+    assert session._live._sink._held >= 0
+    counts = spooled.store().rank_closed(0).steps[0]
+    assert counts.shards == len(spooled.names()) > 0
