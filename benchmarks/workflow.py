@@ -3,8 +3,9 @@
 Each size is a spool of that many batches of one trivial call, and one whole run of
 Snakemake with the real rules: watch, replay, check, compare, retire, merge, verdict.
 The measured rows are there beforehand, as after a restart, so that a replay job
-publishes them and costs what a job costs, not what torch costs. Prints seconds,
-milliseconds per batch, and the exponent of growth between the sizes.
+publishes them and costs what a job costs, not what torch costs. Prints seconds and
+CPU seconds, and the exponents of their growth between the sizes: CPU time is what
+another load on the machine disturbs least.
 
     python benchmarks/workflow.py [--cores 2] [--sizes 300 1000 3000]
 """
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import platform
+import resource
 import subprocess
 import sys
 import tempfile
@@ -42,17 +45,27 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--sizes", type=int, nargs="+", default=[300, 1000, 3000])
     arguments = parser.parse_args()
-    print(f"{'batches':>8}{'seconds':>10}{'ms/batch':>10}{'exponent':>10}", flush=True)
-    last: tuple[int, float] | None = None
+    print(f"{platform.platform()}, {os.cpu_count()} CPUs, Python {platform.python_version()}")
+    print(f"{'batches':>8}{'seconds':>10}{'exponent':>10}{'CPU s':>10}{'exponent':>10}", flush=True)
+    last: tuple[int, float, float] | None = None
     for size in sorted(arguments.sizes):
         with tempfile.TemporaryDirectory(prefix="spool-bench-") as directory:
             make_run(Path(directory), size)
+            before = cpu_seconds()
             seconds = run_workflow(Path(directory), arguments.cores)
-        growth = "-"
+            cpu = cpu_seconds() - before
+        growth = cpu_growth = "-"
         if last is not None:
             growth = f"{math.log(seconds / last[1]) / math.log(size / last[0]):.2f}"
-        print(f"{size:>8}{seconds:>10.1f}{1000 * seconds / size:>10.1f}{growth:>10}", flush=True)
-        last = (size, seconds)
+            cpu_growth = f"{math.log(cpu / last[2]) / math.log(size / last[0]):.2f}"
+        print(f"{size:>8}{seconds:>10.1f}{growth:>10}{cpu:>10.1f}{cpu_growth:>10}", flush=True)
+        last = (size, seconds, cpu)
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of all processes that ended below this one."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def make_run(root: Path, size: int) -> None:

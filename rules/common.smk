@@ -9,13 +9,9 @@ wildcard_constraints:
     timestamp="[0-9]{14}",
 
 
-def pattern(path):
-    """A path of ours as the start of a pattern: its own braces are no wildcards."""
-    return str(path).replace("{", "{{").replace("}", "}}")
-
-
-WORK = pattern(SETTINGS.work_dir)
-RESULTS = pattern(SETTINGS.results_dir)
+# The start of patterns; the settings allow no braces in them.
+WORK = str(SETTINGS.work_dir)
+RESULTS = str(SETTINGS.results_dir)
 
 
 def get_work_dir(wildcards):

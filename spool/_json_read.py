@@ -41,6 +41,7 @@ MAX_EXTENT_BYTES = 1 << 37
 _BIG_INT = re.compile(r"-?0x[0-9a-f]{1,65537}")
 _FLOAT_BITS = re.compile(r"[0-9a-f]{16}")
 DIRECTIONS = ("forward", "backward")
+DEFAULT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class CallReader:
@@ -344,6 +345,8 @@ def _context(value: Any) -> CallContext:
     for device, dtype in autocast.items():
         if not DEVICE.fullmatch(device) or not _among(dtype, ITEMSIZE):
             raise BadShard("the context's autocast names no device type or dtype")
+    if not _among(record["default_dtype"], DEFAULT_DTYPES):
+        raise BadShard("the context's default_dtype is no default dtype")
     for item in fields(CallContext):
         expected = {"bool": bool, "str": str}.get(str(item.type))
         if expected is not None and type(record[item.name]) is not expected:

@@ -12,13 +12,16 @@ name                   function
 ``Tensor.x``           ``torch.Tensor.x``
 ``Torch.x``            ``torch.x``, ``torch._foreach_x``, ``torch._fused_x_``
 ``Torch.linalg.x``     ``torch.linalg.x``; likewise ``fft`` and ``special``
-``Aten.x``             ``torch.ops.aten.x``, any overload
 ``NPU.x``              ``torch.ops.npu.x`` (a name only: replay has no such function)
 =====================  ====================================================
 
 One function may be reachable by several names (``torch.conv2d`` is
 ``torch.nn.functional.conv2d``). All resolve; `name_of` gives the first by the
 order of the table above, then public before private, shorter before longer.
+
+ATen operators (``torch.ops.aten.x``) have no name here. Many of their kernels trust
+indices, sizes and statistics that the public functions above them check, and write
+out of bounds if they are wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ Function = Callable[..., Any]
 
 
 class Refused(LookupError):
-    """A name, or the overload that arguments select, is not in the table."""
+    """A name is not in the table."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -101,22 +104,6 @@ UNLISTED: dict[str, tuple[str, ...]] = {
     "Torch": ("vander",),
 }
 
-ATEN_TYPES = _words(
-    "Tensor int SymInt float number bool complex Device ScalarType Layout MemoryFormat Generator"
-)
-# String arguments of ATen operators that select a variant from a fixed list, or name an axis.
-ATEN_STRINGS = _words(
-    "approximate mode rounding_mode reduce indexing driver UPLO side padding padding_mode pad_mode"
-    " padding_side interpolation norm ord activation dim dims names dimension"
-)
-ATEN_REFUSED = _words(
-    "from_file set_ set_data resize resize_ resize_as_ resize_as_sparse_ record_stream"
-    " _resize_output _resize_output_ _backward backward requires_grad_ retain_grad data lift_fresh"
-    " pin_memory _pin_memory is_pinned item _local_scalar_dense _foobar _print _assert_async"
-    " _assert_scalar _assert_tensor_metadata _reshape_from_tensor sparse_resize_"
-    " sparse_resize_and_clear_ _copy_from_and_resize"
-)
-
 
 def name_of(func: object) -> str | None:
     """API name of a function that the function or dispatch protocol reported.
@@ -134,9 +121,7 @@ def name_of(func: object) -> str | None:
     if isinstance(func, (OpOverload, OpOverloadPacket)):
         packet = func.overloadpacket if isinstance(func, OpOverload) else func
         namespace, _, op = str(packet._qualified_op_name).partition("::")
-        if namespace == "npu":
-            return f"NPU.{op}"
-        return f"Aten.{op}" if namespace == "aten" and _aten_overloads(op) else None
+        return f"NPU.{op}" if namespace == "npu" else None
     try:
         return _tables()[1].get(func)
     except TypeError:  # unhashable: certainly not a function of torch
@@ -152,16 +137,13 @@ def function_of(api: str) -> Function:
         If the name is not in the table; nothing is imported or looked up for it.
     """
     function = _tables()[0].get(api)
-    if function is not None:
-        return function
-    prefix, _, op = api.partition(".")
-    if prefix == "Aten" and _aten_overloads(op):
-        return functools.partial(_call_aten, op)
-    raise Refused(api)
+    if function is None:
+        raise Refused(api)
+    return function
 
 
 def names() -> list[str]:
-    """Every name that `function_of` takes, sorted, without the ATen operators."""
+    """Every name that `function_of` takes, sorted."""
     return sorted(_tables()[0])
 
 
@@ -232,47 +214,3 @@ def _hashable(value: object) -> bool:
     except TypeError:
         return False
     return True
-
-
-@functools.cache
-def _aten_overloads(op: str) -> frozenset[str]:
-    """Overloads of an ATen operator that take tensors and otherwise only harmless values.
-
-    TorchScript's own operators of the same name (lists, strings, dictionaries) and whatever
-    takes a storage, a stream or a free string are not among them.
-    """
-    if op in ATEN_REFUSED or op.startswith("_test_") or not op.isidentifier():
-        return frozenset()
-    return frozenset(
-        schema.overload_name or "default"
-        for schema in torch._C._jit_get_schemas_for_operator(f"aten::{op}")
-        if _schema_allowed(schema)
-    )
-
-
-def _schema_allowed(schema: Any) -> bool:
-    kinds = {_base_type(str(argument.type)) for argument in schema.arguments}
-    strings = {a.name for a in schema.arguments if _base_type(str(a.type)) == "str"}
-    return "Tensor" in kinds and kinds <= ATEN_TYPES | {"str"} and strings <= ATEN_STRINGS
-
-
-def _base_type(kind: str) -> str:
-    while kind.startswith(("Optional[", "List[")):
-        kind = kind[kind.index("[") + 1 : -1]
-    return kind
-
-
-def _call_aten(op: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Call the overload that the arguments select, if it is an allowed one.
-
-    Raises
-    ------
-    Refused
-        If the arguments select an overload that is not in the table.
-    RuntimeError
-        If they fit none.
-    """
-    overload = torch._C._jit_resolve_packet(f"aten::{op}", *args, **kwargs)
-    if overload not in _aten_overloads(op):
-        raise Refused(f"Aten.{op}.{overload}")
-    return getattr(getattr(torch.ops.aten, op), overload)(*args, **kwargs)

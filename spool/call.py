@@ -120,6 +120,8 @@ class CallContext:
     ----------
     autocast : dict of str to str
         Device type to dtype name, for each device type with autocast enabled.
+    default_dtype : str
+        Dtype of results that no floating tensor decides (``torch.set_default_dtype``).
     module : str
         Dotted path of the innermost ``torch.nn.Module`` around the call, or "".
     stack : tuple of str
@@ -132,6 +134,7 @@ class CallContext:
     inference_mode: bool = False
     deterministic: bool = False
     allow_tf32: bool = False
+    default_dtype: str = "float32"
     device: str = "cpu"
     torch_version: str = ""
     torch_npu_version: str = ""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
-from spool.errors import SpoolError
+from spool.errors import SpoolError, explain
 
 
 @contextmanager
 def job(log: str) -> Iterator[None]:
-    """Run the body of a script; end the process with status 1 if it fails.
+    """Run the body of a script; end the process with status 1 if it fails, 130 on Ctrl-C.
 
     Parameters
     ----------
@@ -24,13 +26,21 @@ def job(log: str) -> Iterator[None]:
         yield
     except SpoolError as error:
         _fail(log, f"spool: {error}\n")
+    except OSError as error:
+        why = " ".join(explain(error).split())
+        _fail(log, f"spool: {why}; mend that and run the same command again\n")
+    except KeyboardInterrupt:
+        # Whoever pressed Ctrl-C knows, and nothing is lost.
+        raise SystemExit(128 + signal.SIGINT) from None
     except Exception:
         _fail(log, traceback.format_exc())
 
 
-def _fail(log: str, text: str) -> None:
+def _fail(log: str, text: str) -> NoReturn:
     sys.stderr.write(text)
     path = Path(log)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    # What fails may be the very disk that the log is on.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     raise SystemExit(1)

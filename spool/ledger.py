@@ -68,7 +68,8 @@ class Ledger:
     Parameters
     ----------
     directory : str
-        Where kept shards lie, fixed by the first segment that was retired.
+        Where kept shards lie, fixed by the first segment that was retired; relative to
+        the work directory if it lies in that, so that both may move.
     segments : tuple of int
         Segments that were retired.
     candidates : tuple of Candidate
@@ -87,7 +88,7 @@ class Ledger:
         """Read a ledger; an absent one is empty."""
         if not path.exists():
             return cls()
-        data = read_json(path, "ledger of kept shards")
+        data = read_json(path, "ledger of kept shards", _way_out(path))
         try:
             if data["version"] != VERSION:
                 raise ValueError(f"version {data['version']!r}")
@@ -102,7 +103,7 @@ class Ledger:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise LedgerError(
-                f"{path}: not a usable ledger of kept shards: {error}; remove it and rerun"
+                f"{path}: not a usable ledger of kept shards: {error}; {_way_out(path)}"
             ) from None
 
     def save(self, path: Path) -> None:
@@ -122,9 +123,9 @@ class Ledger:
         """Candidates whose shards are kept, by step and file."""
         return {(c.key.step, c.file): c for c in self.candidates if c.kept}
 
-    def path(self, rank: int, step: int, file: str) -> Path:
+    def path(self, work: WorkDir, rank: int, step: int, file: str) -> Path:
         """Where a kept shard lies."""
-        return Path(self.directory) / f"rank{rank}" / f"step{step}" / file
+        return work.root / self.directory / f"rank{rank}" / f"step{step}" / file
 
 
 def ledger_path(work: WorkDir, rank: int) -> Path:
@@ -132,20 +133,64 @@ def ledger_path(work: WorkDir, rank: int) -> Path:
     return work.root / "failed" / f"rank{rank}" / "ledger.json"
 
 
+def directory_of(work: WorkDir, failed_dir: str) -> str:
+    """What a new ledger says about where kept shards lie.
+
+    Parameters
+    ----------
+    work : WorkDir
+    failed_dir : str
+        Absolute, or "" for the work directory's own.
+    """
+    if not failed_dir:
+        return "failed"
+    root, directory = work.root.absolute(), Path(failed_dir)
+    return str(directory.relative_to(root) if directory.is_relative_to(root) else directory)
+
+
+def _way_out(path: Path) -> str:
+    """What to do when the ledger at `path` is lost: retiring again rebuilds it."""
+    retired = path.parents[2] / "retired" / path.parent.name
+    return f"remove it and {retired}, and rerun: kept shards stay"
+
+
 def kept_shards(work: WorkDir, rank: int) -> dict[tuple[int, str], str]:
     """Paths of a rank's kept shards by step and file name.
 
     A path inside the work directory is given relative to it.
+
+    Raises
+    ------
+    SpoolError
+        If the ledger is unusable, or is gone though shards were kept.
     """
-    ledger = Ledger.load(ledger_path(work, rank))
-    root = work.root.absolute()
-    paths = {}
-    for step, file in ledger.kept:
-        path = ledger.path(rank, step, file)
-        if path.exists():
-            inside = path.is_relative_to(root)
-            paths[step, file] = str(path.relative_to(root) if inside else path)
-    return paths
+    ledger = load_ledger(work, rank)
+    found = {(step, file): ledger.path(work, rank, step, file) for step, file in ledger.kept}
+    return {
+        key: str(path.relative_to(work.root) if path.is_relative_to(work.root) else path)
+        for key, path in found.items()
+        if path.exists()
+    }
+
+
+def load_ledger(work: WorkDir, rank: int) -> Ledger:
+    """Read a rank's ledger; it is empty until the first segment is retired.
+
+    Raises
+    ------
+    SpoolError
+        If it is unusable, or is gone though segments were retired by it.
+    """
+    path = ledger_path(work, rank)
+    if not path.exists() and _has_kept(work, rank):
+        raise LedgerError(f"{path}: the ledger of kept shards is gone; {_way_out(path)}")
+    return Ledger.load(path)
+
+
+def _has_kept(work: WorkDir, rank: int) -> bool:
+    records = (work.retired(rank, number) for number in work.segments(rank))
+    there = (read_json(path, "record of retired shards") for path in records if path.exists())
+    return any(record.get("retain") != "all" for record in there)
 
 
 def choose(candidates: Iterable[Candidate], keep_per_api: int, max_bytes: int) -> set[CallKey]:

@@ -169,6 +169,57 @@ def load_rank(path: Path) -> RankCounts | None:
     return RankCounts(counts, reason)
 
 
+def takes_path(root: Path, rank: int) -> Path:
+    """Where a rank's takes are: beside its directory, which may be deleted as a whole."""
+    return root / f"rank{rank}.takes.json"
+
+
+def takes_to_json(takes: dict[int, int]) -> bytes:
+    """Return the text of a rank's takes."""
+    record = {str(step): count for step, count in sorted(takes.items())}
+    return (json.dumps(record) + "\n").encode()
+
+
+def load_takes(path: Path) -> dict[int, int]:
+    """Read how often each step of a rank was deleted; nothing is there if none was."""
+    takes = {}
+    for step, count in (_load(path) or {}).items():
+        if not _NUMBER.fullmatch(step) or not _fits(count, "int"):
+            raise StoreError(_malformed(path, step))
+        takes[int(step)] = count
+    return takes
+
+
+def require_take(root: Path, run_id: str, rank: int, step: int, take: int) -> None:
+    """Make sure that a spool still holds the shards that somebody knows by their names.
+
+    A step that is deleted and captured anew, or another run in the same directory, has
+    shards of the same names. A spool that is not there is not asked.
+
+    Raises
+    ------
+    StoreError
+        If the shards there are of another run, or of another take of the step.
+    """
+    run = load_run(root / "run.json")
+    if run is not None and run.run_id != run_id:
+        raise StoreError(
+            f"{root}: another run began there, and nothing of it is touched; "
+            "check it with another work_dir"
+        )
+    if root.is_dir() and load_takes(takes_path(root, rank)).get(step, 0) != take:
+        raise captured_anew(root, rank, step)
+
+
+def captured_anew(root: Path, rank: int, step: int) -> StoreError:
+    """What to raise where results of two takes of a step would mix."""
+    return StoreError(
+        f"{root}: rank {rank} step {step} was captured anew after this work directory had begun "
+        "with it; check the spool with another work_dir and results_dir (the results here of "
+        "other steps stay valid; shards of theirs that are gone will count as missing there)"
+    )
+
+
 def _load(path: Path) -> dict[str, Any] | None:
     """Read a marker, or None if there is none."""
     try:

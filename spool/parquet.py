@@ -326,16 +326,25 @@ def _open(path: Path, kind: str) -> tuple[Any, dict[str, Any]]:
         found, version = info["kind"], info["version"]
     except OSError as error:
         why = error.strerror or "not a whole Parquet file"
-        raise TableError(f"{path}: cannot read the table: {why}; remove it and rerun") from None
+        raise TableError(f"{path}: cannot read the table: {why}; {_way_out(path)}") from None
     except (pa.ArrowException, KeyError, TypeError, ValueError):
-        raise TableError(f"{path}: not a table of Spool; remove it and rerun") from None
+        raise TableError(f"{path}: not a table of Spool; {_way_out(path)}") from None
     if found != kind:
-        raise TableError(f"{path}: holds {found} rows, not {kind} rows; remove it and rerun")
+        raise TableError(f"{path}: holds {found} rows, not {kind} rows; {_way_out(path)}")
     if version > VERSION:
         raise TableError(
             f"{path}: table version {version}, this program reads {VERSION}; install a newer Spool"
         )
     return file, info
+
+
+def _way_out(path: Path) -> str:
+    if path.parent.parent.name != "measured":
+        return "remove it and rerun"
+    return (
+        "restore it from a copy; without one, remove it and rerun if its shards are still in the "
+        "spool, else start with another work_dir on a fresh capture"
+    )
 
 
 def _rows(table: Any, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from spool.errors import SpoolError
 from spool.files import fsync_dir
-from spool.ledger import Candidate, Ledger, choose, ledger_path, relevant
+from spool.ledger import Candidate, Ledger, choose, directory_of, ledger_path, load_ledger, relevant
 from spool.records import CallVerdict, Outcome
 from spool.settings import RetireSettings
 from spool.tables import read_verdict_info, read_verdicts
@@ -63,21 +63,25 @@ def retire_segment(
     ------
     RetireError
         If a shard of the segment has no verdict, or the spool is not there.
+    StoreError
+        If the spool holds other shards of the same names by now.
     """
     record = Segment.load(segment)
     work = WorkDir(segment.absolute().parents[2])
-    manifests = [Manifest.load(work.batch(record.rank, number)) for number in record.batches]
+    manifests = [Manifest.find(work.batch(record.rank, number)) for number in record.batches]
     failing, quarantined = _judged(record, manifests, two_way, three_way)
     if settings.retain != "all":
         limit = settings.max_failed_bytes // max(1, ranks)
         with _locked(ledger_path(work, record.rank)) as path:
-            ledger = Ledger.load(path)
+            ledger = load_ledger(work, record.rank)
             if record.segment not in ledger.segments:
                 _require_spool(record, manifests)
             wanted = failing if settings.retain == "failed" else []
             ledger = _settle(ledger, manifests, wanted, settings, limit, work)
+            for manifest in manifests:
+                manifest.require_take()
             ledger.save(path)
-            _act(ledger, record, manifests, quarantined)
+            _act(ledger, record, manifests, quarantined, work)
             done = tuple(sorted({*ledger.segments, record.segment}))
             replace(ledger, segments=done, evict=()).save(path)
     write_if_changed(
@@ -149,33 +153,42 @@ def _settle(
     """The ledger with the segment's failing calls taken in and everything decided."""
     places = {shard.file: manifest.step_dir for manifest in manifests for shard in manifest.shards}
     known = {candidate.key for candidate in ledger.candidates}
+    ledger = replace(ledger, directory=ledger.directory or directory_of(work, settings.failed_dir))
+
+    def kept_path(call: CallVerdict) -> Path:
+        return ledger.path(work, call.rank, call.step, call.shard)
+
     fresh = [
         Candidate(call.key, call.shard, call.nbytes)
         for call in failing
-        if call.key not in known and (places[call.shard] / call.shard).exists()
+        if call.key not in known
+        # What a lost ledger had kept is there already.
+        and ((places[call.shard] / call.shard).exists() or kept_path(call).exists())
     ]
     candidates = sorted([*ledger.candidates, *fresh])
     keep = choose(candidates, settings.keep_per_api, limit)
     decided = [replace(c, kept=c.kept and c.key in keep) for c in candidates]
     before = {(c.key.step, c.file) for c in ledger.candidates if c.kept}
     after = {(c.key.step, c.file) for c in decided if c.kept}
-    directory = settings.failed_dir or str(work.root.absolute() / "failed")
-    return Ledger(
-        directory=ledger.directory or directory,
-        segments=ledger.segments,
+    return replace(
+        ledger,
         candidates=tuple(relevant(decided, settings.keep_per_api, limit)),
         evict=tuple(sorted({*ledger.evict, *(before - after)})),
     )
 
 
 def _act(
-    ledger: Ledger, record: Segment, manifests: Sequence[Manifest], quarantined: set[str]
+    ledger: Ledger,
+    record: Segment,
+    manifests: Sequence[Manifest],
+    quarantined: set[str],
+    work: WorkDir,
 ) -> None:
     """Do what the ledger says; each step may have been done already."""
     for step, file in ledger.evict:
-        _delete(ledger.path(record.rank, step, file))
+        _delete(ledger.path(work, record.rank, step, file))
     kept = ledger.kept
-    directory = ledger.path(record.rank, record.step, "_").parent
+    directory = ledger.path(work, record.rank, record.step, "_").parent
     shards = [manifest.step_dir / shard.file for manifest in manifests for shard in manifest.shards]
     for shard in shards:
         if (record.step, shard.name) in kept:

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -195,14 +196,19 @@ class Settings:
         Each is rewritten only when its content changes, so a changed key reruns
         exactly the jobs that take its file as input.
         """
-        work = self.work
-        write_if_changed(work.settings("judging"), self.judge.to_json())
-        write_if_changed(work.settings("measuring"), self.replay.measuring())
-        write_if_changed(work.settings("replay"), self.replay.to_json())
-        write_if_changed(work.settings("retiring"), self.retire.to_json())
-        write_if_changed(work.settings("tables"), {"precision": self.precision})
         verdict = {"fail_on": self.fail_on, "rank_list": list(self.rank_list)}
-        write_if_changed(work.settings("verdict"), verdict)
+        for name, values, made in (
+            ("judging", self.judge.to_json(), ("two_way/*/*", "three_way/*/*")),
+            ("measuring", self.replay.measuring(), ("replay/*/*",)),
+            ("replay", self.replay.to_json(), ()),
+            ("retiring", self.retire.to_json(), ("retired/*/*",)),
+            ("tables", {"precision": self.precision}, ()),
+            ("verdict", verdict, ("verdict.txt",)),
+        ):
+            outputs = chain.from_iterable(map(self.work_dir.glob, made))
+            if name == "tables":
+                outputs = chain(self.results_dir.glob("*.csv"))
+            write_if_changed(self.work.settings(name), values, outputs)
 
 
 def load_replay_settings(work_dir: Path, gpu: int | None) -> ReplaySettings:
@@ -245,6 +251,12 @@ def load_settings(config: Mapping[str, Any], schema: Mapping[str, Any]) -> Setti
         from spool.standards.thresholds import validate_overrides
 
         validate_overrides(standards)
+    for key in ("work_dir", "results_dir"):
+        if re.search("[{}]", str(values.get(key, ""))):
+            # They are parts of the workflow's patterns, where braces mean something.
+            raise ConfigError(
+                f"config: {key}: {values[key]!r} is not allowed; it must be a path without braces"
+            )
     results = Path(values.get("results_dir", "results"))
     failed = values.get("error_data_path") or ""
     return Settings(

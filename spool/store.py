@@ -8,6 +8,7 @@
     <spool>/rank0/step0/.000018.Tensor.add.4.h5.<host>-<pid>-<token>.partial
     <spool>/rank0/step0/closed.json                   how many shards the step has
     <spool>/rank0/closed.json                         the same of all steps, and why it ended
+    <spool>/rank0.takes.json                          how often steps were deleted and captured anew
 
 A shard appears whole or not at all and is never modified. A marker is written
 only after everything it counts is durable, so whoever finds one may rely on it.
@@ -45,7 +46,10 @@ from spool.markers import (
     load,
     load_rank,
     load_run,
+    load_takes,
     new_run,
+    takes_path,
+    takes_to_json,
     to_json,
 )
 from spool.names import split_name
@@ -69,6 +73,7 @@ _RUN, _CLOSED, _HEARTBEAT = "run.json", "closed.json", "heartbeat.json"
 _NUMBER = "(0|[1-9][0-9]{0,11})"
 _RANK_DIR = re.compile(f"rank{_NUMBER}")
 _STEP_DIR = re.compile(f"step{_NUMBER}")
+_TAKES = re.compile(f"rank{_NUMBER}\\.takes\\.json")
 _SHARD = re.compile(r"(?P<order>[0-9]{6,12})\.(?P<name>.{1,200})\.h5")
 
 
@@ -231,6 +236,13 @@ class Store:
         """Return the counts of a complete rank, or None while it is open."""
         return load_rank(self.rank_dir(rank) / _CLOSED)
 
+    def takes(self, rank: int) -> dict[int, int]:
+        """Return how often steps of a rank were deleted to be captured anew; 0 where absent.
+
+        Shards of one name are of one call only if they are of one take of their step.
+        """
+        return load_takes(takes_path(self.root, rank))
+
     def read_heartbeat(self, rank: int) -> Heartbeat | None:
         """Return the last sign of life of a rank, or None if it left none."""
         return load(Heartbeat, self.rank_dir(rank) / _HEARTBEAT)
@@ -348,21 +360,35 @@ class Store:
         directory = self.step_dir(rank, step)
         if (directory / _CLOSED).exists():
             raise StoreError(f"{directory} is complete and stays: capture other steps")
+        if directory.is_dir():
+            self._count_takes(rank, [step])
         self._remove(directory)
 
     def clear(self, rank: int | None = None) -> None:
-        """Delete one rank, or everything that is the spool's, ``run.json`` last.
+        """Delete one rank, or everything that is the spool's, its ranks first.
 
         Other files in the directory are left alone.
         """
         if rank is not None:
+            # The run goes on, and the checking host may know shards of these names.
+            self._count_takes(rank, self.steps(rank))
             self._remove(self.rank_dir(rank))
             return
         for number in self.ranks():
             self._remove(self.rank_dir(number))
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.root / _RUN)
+        with _scan(self.root) as items:
+            takes = [item.name for item in items if _TAKES.fullmatch(item.name)]
+        for name in (_RUN, *takes):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.root / name)
         fsync_dir(self.root)
+
+    def _count_takes(self, rank: int, steps: list[int]) -> None:
+        """Note, before they are deleted, that what comes next under these steps is another take."""
+        if steps:
+            takes = self.takes(rank)
+            takes.update({step: takes.get(step, 0) + 1 for step in steps})
+            atomic_write(takes_path(self.root, rank), takes_to_json(takes))
 
     def _remove(self, directory: Path) -> None:
         # Under a name that is not a rank's or step's first: a kill in between must

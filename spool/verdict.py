@@ -8,10 +8,11 @@ count too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spool.close import REASON as BY_HAND
 from spool.coverage import read_totals, total_of
 from spool.standards.rows import Route, Status
 from spool.tables import RankTables, read_table
@@ -146,10 +147,15 @@ def _problems(
         )
     missing = total_of(totals, ["missing"])
     if missing:
-        captured = total_of(totals, ["captured"])
+        counted = total_of(totals, ["captured"])
         report.problems.append(
-            f"rank {rank}: {_shards(missing)} missing: captured {captured}, found {found}; "
-            "look whether the spool is whole, then rerun with another work_dir"
+            f"rank {rank}: {_shards(missing)} missing: captured {counted}, found {found}; "
+            "look whether the spool is whole, and run the same command again when they are there"
+        )
+    for number, captured, there in _surplus(end):
+        report.problems.append(
+            f"rank {rank} step {number}: {there} shards found, but only {captured} captured; "
+            "shards of another capture are among them: clear the spool before each capture"
         )
     for what, text, way_out in (
         ("quarantined", "unusable and set aside", "reasons"),
@@ -158,19 +164,34 @@ def _problems(
     ):
         calls = total_of(totals, [what])
         if calls:
-            counted = _shards(calls) if what == "quarantined" else _calls(calls)
-            report.problems.append(f"rank {rank}: {counted} {text}; {way_out} in {tables.summary}")
+            many = _shards(calls) if what == "quarantined" else _calls(calls)
+            report.problems.append(f"rank {rank}: {many} {text}; {way_out} in {tables.summary}")
+    dropped = total_of(totals, ["dropped"])
+    if dropped:
+        report.problems.append(
+            f"rank {rank}: {_calls(dropped)} dropped during capture and not checked; "
+            f"the reasons are the not_captured rows of {tables.coverage}"
+        )
     if end.expected is None:
         why = f" ({end.note})" if end.note else ""
         report.warnings.append(
             f"rank {rank} was never closed{why}: whether all its calls were found is not known"
         )
-    dropped = total_of(totals, ["dropped"])
-    if dropped:
-        report.warnings.append(
-            f"rank {rank}: {_calls(dropped)} dropped during capture; "
-            f"the reasons are the not_captured rows of {tables.coverage}"
-        )
+
+
+def _surplus(end: RankEnd) -> Iterator[tuple[int, int, int]]:
+    """Steps with more shards than were captured: step, captured, found.
+
+    `spool close` counts only what lies in the spool, which may be less than was there.
+    """
+    expected = end.expected or {}
+    if expected.get("reason") == BY_HAND:
+        return
+    steps = expected.get("steps", {})
+    for step, there in sorted(end.found.items()):
+        counted = steps.get(str(step), {}).get("shards", 0)
+        if end.expected is not None and there > counted:
+            yield step, counted, there
 
 
 def _failing(tables: RankTables, rank: int) -> tuple[list[Finding], int]:

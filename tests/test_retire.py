@@ -20,13 +20,23 @@ from hypothesis import strategies as st
 from rowmaker import Run, call_verdict, quarantined
 
 from spool import retire
-from spool.ledger import Candidate, Ledger, LedgerError, choose, kept_shards, ledger_path, relevant
+from spool.errors import SpoolError, StoreError
+from spool.ledger import (
+    Candidate,
+    Ledger,
+    LedgerError,
+    choose,
+    directory_of,
+    kept_shards,
+    ledger_path,
+    relevant,
+)
 from spool.records import CallKey, CallVerdict, Outcome
 from spool.retire import RetireError
 from spool.settings import RetireSettings
 from spool.standards.rows import Route, Status
 from spool.tables import VerdictInfo, detail_columns, write_verdicts
-from spool.workdir import read_json
+from spool.workdir import Bound, WorkDir, read_json
 
 FAILED = RetireSettings()
 
@@ -445,7 +455,7 @@ def test_a_broken_ledger_is_one_line(tmp_path: Path) -> None:
     path = ledger_path(run.work, 0)
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"version": 1, "directory": "x"}))
-    with pytest.raises(LedgerError, match="remove it and rerun") as info:
+    with pytest.raises(LedgerError, match=r"remove it and .*retired/rank0, and rerun") as info:
         retire_number(run, 0)
     assert "\n" not in str(info.value)
     assert len(run.in_spool()) == 9
@@ -482,3 +492,95 @@ def test_segments_of_a_rank_retired_at_once(tmp_path: Path) -> None:
     assert [job.wait() for job in jobs] == [0] * 4
     assert len(run.kept()) == 10
     assert run.in_spool() == []
+
+
+def bind(run: Run, run_id: str = "run", takes: str = "{}") -> None:
+    """Give the spool a record of its run, and takes."""
+    record = {"format": 1, "run_id": run_id, "created": 1.0, "timestamp": "20260102030405"}
+    (run.spool / "run.json").write_text(json.dumps({**record, "versions": {}}))
+    (run.spool / "rank0.takes.json").write_text(takes)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    ("run_id", "takes", "words"),
+    [
+        ("run", '{"0": 1}', "rank 0 step 0 was captured anew"),
+        ("other", "{}", "another run began there, and nothing of it is touched"),
+    ],
+)
+def test_other_shards_of_the_same_names_are_not_touched(
+    tmp_path: Path, again: bool, run_id: str, takes: str, words: str
+) -> None:
+    run = Run(tmp_path, [[mixed(0)]]).write()
+    if again:
+        # Judged and retired once; then captured anew under the same names.
+        retire_number(run, 0)
+        run.write()
+    bind(run, run_id, takes)
+    before = run.in_spool()
+    with pytest.raises(StoreError, match=words) as caught:
+        retire_number(run, 0)
+    assert "\n" not in str(caught.value)
+    assert run.in_spool() == before
+    bind(run, "run", '{"1": 4}')
+    retire_number(run, 0)
+    assert run.in_spool() == []
+
+
+def test_a_spool_that_moved_is_retired_where_it_is(tmp_path: Path) -> None:
+    run = Run(tmp_path, [[mixed(0)]]).write()
+    run.spool.rename(tmp_path / "moved")
+    Bound("run", str(tmp_path / "moved")).save(run.work.run)
+    retire_number(run, 0)
+    assert list((tmp_path / "moved").rglob("*.h5")) == []
+    assert names(run) == KEPT
+
+
+@pytest.mark.parametrize("garbage", [False, True])
+def test_a_lost_ledger_is_made_again_from_what_is_kept(tmp_path: Path, garbage: bool) -> None:
+    limits = RetireSettings(keep_per_api=1)
+    run = Run(tmp_path, [[mixed(10)], [mixed(0)]]).write()
+    for number in (0, 1):
+        retire_number(run, number, limits)
+    kept, shards = run.kept(), kept_shards(run.work, 0)
+    assert len(kept) == 5
+    path = ledger_path(run.work, 0)
+    path.write_text("garbage")
+    if garbage:
+        with pytest.raises(SpoolError, match="not a usable ledger") as caught:
+            kept_shards(run.work, 0)
+        words = str(caught.value)
+        path.unlink()
+    else:
+        path.unlink()
+        with pytest.raises(SpoolError, match="the ledger of kept shards is gone") as caught:
+            kept_shards(run.work, 0)
+        words = str(caught.value)
+    retired = run.work.retired(0, 0).parent
+    assert f"remove it and {retired}, and rerun" in words
+    # One segment alone would leave the others' shards out of the account.
+    run.work.retired(0, 0).unlink()
+    with pytest.raises(LedgerError, match="gone"):
+        retire_number(run, 0, limits)
+    shutil.rmtree(retired)
+    for number in (0, 1):
+        retire_number(run, number, limits)
+    assert run.kept() == kept
+    assert kept_shards(run.work, 0) == shards
+
+
+@pytest.mark.parametrize("inside", ["", "failed", "kept/here"])
+def test_a_work_directory_may_move(tmp_path: Path, inside: str) -> None:
+    run = Run(tmp_path, [[mixed(0)]]).write()
+    directory = str(run.work.root.absolute() / inside) if inside else ""
+    retire_number(run, 0, RetireSettings(failed_dir=directory))
+    before = kept_shards(run.work, 0)
+    assert before[0, KEPT[0]] == f"{inside or 'failed'}/rank0/step0/{KEPT[0]}"
+    run.work.root.rename(tmp_path / "moved")
+    assert kept_shards(WorkDir(tmp_path / "moved"), 0) == before
+
+
+def test_a_failed_dir_elsewhere_is_absolute(tmp_path: Path) -> None:
+    work = WorkDir(tmp_path / "work")
+    assert directory_of(work, str(tmp_path / "work2")) == str(tmp_path / "work2")

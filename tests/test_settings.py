@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -220,3 +221,42 @@ def test_a_settings_file_changes_only_with_its_content(tmp_path: Path) -> None:
     assert times()["measuring"] != after["measuring"]
     assert load_replay_settings(tmp_path, 3).gpu == 3
     assert load_replay_settings(tmp_path, None).golden == "bench"
+
+
+@pytest.mark.parametrize("key", ["work_dir", "results_dir"])
+@pytest.mark.parametrize("value", ["w{rank}", "a{", "b}"])
+def test_braces_in_directories_are_refused(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"config: {key}: .* a path without braces"):
+        load(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "output"),
+    [
+        ({"black_list": ["add"]}, "judging", "work/two_way/rank0/000000.parquet"),
+        ({"black_list": ["add"]}, "judging", "work/three_way/rank0/000001.parquet"),
+        ({"golden": "bench"}, "measuring", "work/replay/rank3/000000.parquet"),
+        ({"keep_per_api": 3}, "retiring", "work/retired/rank0/000000.json"),
+        ({"precision": 3}, "tables", "results/summary_20260102030405_rank0.csv"),
+        ({"fail_on": "error"}, "verdict", "work/verdict.txt"),
+    ],
+)
+def test_a_changed_setting_is_later_than_what_was_made_under_it(
+    tmp_path: Path, change: dict[str, Any], name: str, output: str
+) -> None:
+    """Also if the clock was set back in between; else it would not be made again."""
+    where = {"work_dir": str(tmp_path / "work"), "results_dir": str(tmp_path / "results")}
+    load(**where).save()
+    made = tmp_path / output
+    made.parent.mkdir(parents=True, exist_ok=True)
+    made.touch()
+    os.utime(made, (4e9, 4e9))
+    path = tmp_path / "work" / "settings" / f"{name}.json"
+    load(**where).save()
+    assert path.stat().st_mtime < 4e9
+    load(**where, **change).save()
+    assert path.stat().st_mtime == 4e9 + 1
+    # Under a clock that goes right the time is its own.
+    os.utime(made, (5, 5))
+    load(**where).save()
+    assert path.stat().st_mtime < 4e9

@@ -321,6 +321,7 @@ CONTEXTS = st.builds(
     inference_mode=st.booleans(),
     deterministic=st.booleans(),
     allow_tf32=st.booleans(),
+    default_dtype=st.sampled_from(["float16", "bfloat16", "float32", "float64"]),
     module=st.text(max_size=30),
     stack=st.lists(st.text(max_size=30), max_size=3).map(tuple),
 )

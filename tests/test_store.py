@@ -478,3 +478,42 @@ def test_tensor_reference_is_kept(store):
     ref = TensorRef(0, "uint8", (3,), (1,), 0)
     call = make_call(args=(ref,), kwargs={}, outputs=ref, regions=[np.arange(3, dtype=np.uint8)])
     assert shard.read(store.publish(call).path).outputs == ref
+
+
+def test_a_step_captured_anew_is_another_take(store):
+    assert store.takes(0) == {}
+    for step in (1, 2):
+        store.publish(make_call(step=step))
+    store.drop_step(0, 9)
+    assert not (store.root / "rank0.takes.json").exists()
+    store.drop_step(0, 2)
+    assert json.loads((store.root / "rank0.takes.json").read_text()) == {"2": 1}
+    store.publish(make_call(step=2))
+    # The counts outlive the rank, whose next shards have the same names in the same run.
+    store.clear(0)
+    assert store.ranks() == []
+    assert Store.open(store.root).takes(0) == {1: 1, 2: 2}
+    assert store.takes(1) == {}
+    store.clear()
+    assert os.listdir(store.root) == []
+
+
+def test_a_take_is_counted_before_the_step_is_deleted(store, monkeypatch):
+    entry = store.publish(make_call(step=2))
+
+    def killed(directory):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "_remove", killed)
+    with pytest.raises(KeyboardInterrupt):
+        store.drop_step(0, 2)
+    assert entry.path.exists()
+    assert store.takes(0) == {2: 1}
+
+
+@pytest.mark.parametrize("text", ["[]", '{"x": 1}', '{"0": -1}', '{"0": true}', "{"])
+def test_takes_that_are_not_ours_are_one_line(store, text):
+    (store.root / "rank0.takes.json").write_text(text)
+    with pytest.raises(StoreError) as error:
+        store.takes(0)
+    assert "rank0.takes.json" in one_line(error)

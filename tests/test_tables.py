@@ -386,3 +386,20 @@ def test_csv_dialect_is_read_by_the_standard_library(tmp_path: Path) -> None:
     with path.open(encoding="utf-8-sig", newline="") as handle:
         rows = list(csv.reader(handle))
     assert [row[0] for row in rows[1:]] == ['"', ",", " ", "a;b", "'", " lead", "trail "]
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("replay", "not a table of Spool; remove it and rerun"),
+        ("measured", "restore it from a copy; without one, remove it and rerun if its shards are"),
+    ],
+)
+def test_the_way_out_of_a_damaged_table(tmp_path: Path, place: str, words: str) -> None:
+    """Rows in ``measured`` are made of shards that may be gone."""
+    path = tmp_path / place / "rank0" / "000000.parquet"
+    path.parent.mkdir(parents=True)
+    pq.write_table(pa.table({"a": [1]}), path)
+    with pytest.raises(TableError, match=words) as info:
+        read_measured(path)
+    assert "\n" not in str(info.value)

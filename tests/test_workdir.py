@@ -150,3 +150,29 @@ def test_write_if_changed_creates_the_directory(tmp_path: Path) -> None:
     assert not write_if_changed(path, {"x": 1})
     assert write_if_changed(path, {"x": 2})
     assert json.loads(path.read_text()) == {"x": 2}
+
+
+def test_a_manifest_without_take_is_of_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    data = replace(MANIFEST, take=3).to_json()
+    assert data.pop("take") == 3
+    path.write_text(json.dumps(data))
+    assert Manifest.load(path) == MANIFEST
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Manifest, "restore it from a copy, or start with another work_dir"),
+        (Segment, "remove it and rerun"),
+        (RankEnd, "remove it and rerun"),
+    ],
+)
+@pytest.mark.parametrize("text", ["{", '{"version": 1}'])
+def test_the_way_out_of_a_damaged_record(
+    tmp_path: Path, kind: type[Manifest], words: str, text: str
+) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(text)
+    with pytest.raises(SpoolError, match=words):
+        kind.load(path)

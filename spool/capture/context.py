@@ -158,6 +158,7 @@ class Settings:
             inference_mode=torch.is_inference_mode_enabled(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             allow_tf32=_allow_tf32(device.partition(":")[0]),
+            default_dtype=str(torch.get_default_dtype()).removeprefix("torch."),
             device=device,
             torch_version=self._torch_version,
             torch_npu_version=self._npu_version,

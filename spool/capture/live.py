@@ -170,6 +170,8 @@ class Live:
             self._close(reason)
         elif self._closer == threading.get_ident() and not self._closed.is_set():
             return False
+        if self.mode.present():  # another thread ended the capture
+            self.mode.remove()
         self._closed.wait()
         self._exits.uninstall()
         return True

@@ -78,7 +78,7 @@ _OPERATORS: dict[str, _Writes] = {
         )
     ),
 }
-_TABLE |= {f"{prefix}.{op}": w for prefix in ("Torch", "Aten") for op, w in _OPERATORS.items()}
+_TABLE |= {f"Torch.{op}": writes for op, writes in _OPERATORS.items()}
 
 _SELF = _Writes((_Argument("self", 0),))
 _OUT = "out"
@@ -92,7 +92,7 @@ def _writes(api: str) -> _Writes | None:
     base = base_name(api)
     if api.startswith("NPU."):
         return _schema_writes(f"npu::{base}")
-    if api.startswith("Aten.") or base.startswith(("_foreach_", "_fused_")):
+    if base.startswith(("_foreach_", "_fused_")):
         return _schema_writes(f"aten::{base}")
     if base == "__setitem__" or (base.endswith("_") and not base.endswith("__")):
         return _SELF

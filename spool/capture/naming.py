@@ -41,7 +41,7 @@ def _identify(func: Any) -> Identity:
         namespace = _namespace(func)
         if namespace in COLLECTIVES:
             return Identity(Kind.DISTRIBUTED)
-        if namespace not in ("aten", "npu", "prim", "prims", "profiler"):
+        if namespace not in ("npu", "prim", "prims", "profiler"):
             return Identity(Kind.CUSTOM)
     elif str(getattr(func, "__module__", "")).startswith("torch.distributed"):
         return Identity(Kind.DISTRIBUTED)

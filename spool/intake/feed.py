@@ -12,11 +12,12 @@ import atexit
 import logging
 import queue
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from spool.errors import SpoolError, StoreError, explain
+from spool.errors import ConfigError, SpoolError, StoreError, explain
 from spool.intake.calm import quieten, share_timer
 from spool.intake.follow import Intake
 from spool.intake.lock import WorkLock
@@ -72,6 +73,8 @@ class Feed(queue.Queue[Any]):
                 self._put_path(target)
             self._finish()
             return
+        for key in ("work_dir", "results_dir"):
+            _require_writable(key, getattr(self._settings, key))
         lock = WorkLock(self._settings.work.lock)
         lock.acquire()
         atexit.register(lock.release)
@@ -103,6 +106,22 @@ def is_live(workflow: Any) -> bool:
         and not workflow.dryrun
         and not workflow.touch
     )
+
+
+def _require_writable(key: str, directory: Path) -> None:
+    """Make sure that a directory can be written, or made; hours later is too late."""
+    there = directory.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    try:
+        # Rights do not tell all: a read-only mount, a quota.
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"config: {key}: {str(directory)!r} cannot be written: {there}: {error.strerror}; "
+            "name another directory"
+        ) from None
 
 
 def _give_up(error: BaseException) -> NoReturn:

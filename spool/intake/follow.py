@@ -20,8 +20,9 @@ from spool.intake.rank import Found, RankFollower
 from spool.intake.remind import Reminder, Say, say
 from spool.intake.targets import batch_target, end_targets, segment_targets, verdict_target
 from spool.intake.watch import Hints, Watch
+from spool.markers import load_run
 from spool.settings import Settings
-from spool.workdir import read_json, write_if_changed
+from spool.workdir import Bound
 
 if TYPE_CHECKING:
     from spool.store import Store
@@ -185,28 +186,30 @@ class Intake(threading.Thread):
         if self._store is None and (self._root / "run.json").exists():
             store = Store.open(self._root)
             self._check_run(store)
-            self._store = store
-            for number in self._settings.rank_list:
-                rank = RankFollower(store, number, self._settings, self._remind, self._clock)
-                self._ranks.append(rank)
-                self._queue(rank, rank.restore())
+            ranks = [
+                RankFollower(store, number, self._settings, self._remind, self._clock)
+                for number in self._settings.rank_list
+            ]
+            # A mount that fails in here is tried again: from the start, and for every rank.
+            restored = [rank.restore() for rank in ranks]
+            self._store, self._ranks = store, ranks
+            for rank, found in zip(ranks, restored, strict=True):
+                self._queue(rank, found)
         return self._store
 
     def _check_run(self, store: Store) -> None:
         """Make sure that the work directory and the spool are of one run."""
-        found = read_json(self._root / "run.json", "record of a run")
-        if found.get("run_id") != store.run.run_id:
+        found = load_run(self._root / "run.json")
+        if found is not None and found.run_id != store.run.run_id:
             raise StoreError(f"{self._root}: another run began there; start the workflow again")
-        if not self._work.run.exists():
-            record = {"run_id": store.run.run_id, "spool": str(self._root)}
-            write_if_changed(self._work.run, record)
-            return
-        bound = read_json(self._work.run, "record of a run")
-        if bound.get("run_id") != store.run.run_id:
+        bound = Bound.load(self._work.run)
+        if bound is not None and bound.run_id != store.run.run_id:
             raise StoreError(
-                f"{self._work.root}: holds another run, that of {bound.get('spool')}; "
+                f"{self._work.root}: holds another run, that of {bound.spool}; "
                 "use another one: --config work_dir=DIR"
             )
+        # The spool may have moved; jobs take its path from here.
+        Bound(store.run.run_id, str(self._root)).save(self._work.run)
 
     def _queue(self, rank: RankFollower, found: Found) -> None:
         for batch in found.batches:

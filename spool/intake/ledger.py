@@ -8,10 +8,12 @@ unfinished steps only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spool.errors import StoreError
+from spool.markers import captured_anew
 from spool.settings import BatchLimits
 from spool.workdir import MAX_BATCHES_PER_SEGMENT, Manifest, Segment, ShardRef, WorkDir
 
@@ -26,6 +28,8 @@ class StepLedger:
     """Shards of one step: counted when named, remembered by file name until the step is done."""
 
     step: int
+    # Which take of the step its shards are of, as `Store.takes` counts them.
+    take: int = 0
     named: int = 0
     nbytes: int = 0
     is_done: bool = False
@@ -75,6 +79,7 @@ class RankLedger:
         # Step and number of calls of each batch.
         self.sizes: dict[int, tuple[int, int]] = {}
         self.segments: list[int] = []
+        self._takes: Mapping[int, int] = {}
         self._clock = clock
         self._next_batch = 0
         self._next_segment = 0
@@ -91,11 +96,20 @@ class RankLedger:
         ------
         WorkDirError
             If one of them is not usable.
+        StoreError
+            If a manifest is of another run.
         """
         now = self._clock()
         for number in self.work.batches(self.rank):
-            manifest = Manifest.load(self.work.batch(self.rank, number))
+            path = self.work.batch(self.rank, number)
+            manifest = Manifest.load(path)
+            if manifest.run_id != self.run_id:
+                raise StoreError(
+                    f"{path}: belongs to another run, that of {manifest.spool}; "
+                    "use another one: --config work_dir=DIR"
+                )
             step = self.step(manifest.step)
+            step.take = manifest.take
             step.named += len(manifest.shards)
             step.nbytes += manifest.nbytes
             step.batches.append(number)
@@ -111,6 +125,32 @@ class RankLedger:
         self._next_batch = max(self.sizes, default=-1) + 1
         self._next_segment = max(self.segments, default=-1) + 1
         return list(self.sizes), list(self.segments)
+
+    def check_takes(self, takes: Mapping[int, int]) -> list[int]:
+        """Compare with what the spool has now; shards of an earlier take are forgotten.
+
+        Parameters
+        ----------
+        takes : mapping of int to int
+            By step, as `Store.takes` gives them.
+
+        Returns
+        -------
+        list of int
+            Steps of which something was forgotten.
+
+        Raises
+        ------
+        StoreError
+            If manifests name shards of an earlier take: the results of both would mix.
+        """
+        self._takes = takes
+        stale = [step for step in self.steps.values() if step.take != takes.get(step.step, 0)]
+        for step in stale:
+            if step.batches:
+                raise captured_anew(self.spool, self.rank, step.step)
+            del self.steps[step.step]
+        return [step.step for step in stale]
 
     def known(self, step: int) -> set[str]:
         """File names of a step that were seen; what manifests name is read back once."""
@@ -211,7 +251,7 @@ class RankLedger:
 
     def step(self, step: int) -> StepLedger:
         """The ledger of one step, begun if it is new."""
-        return self.steps.setdefault(step, StepLedger(step))
+        return self.steps.setdefault(step, StepLedger(step, self._takes.get(step, 0)))
 
     def _write_batch(self, ledger: StepLedger, waiting: deque[ShardRef]) -> int:
         """Name the first of the waiting shards in a manifest, as many as fit one batch."""
@@ -231,6 +271,7 @@ class RankLedger:
             spool=str(self.spool),
             run_id=self.run_id,
             shards=tuple(chosen),
+            take=ledger.take,
         )
         manifest.save(self.work.batch(self.rank, manifest.batch))
         self._next_batch += 1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from spool.intake.ledger import Clock, RankLedger
 from spool.intake.remind import Reminder
+from spool.intake.targets import rank_tables
 from spool.intake.watch import Hints
 from spool.settings import Settings
 from spool.store import parse_shard_name
@@ -72,8 +73,16 @@ class RankFollower:
         self._note = ""
 
     def restore(self) -> Found:
-        """Take up what earlier runs wrote down."""
-        return Found(*self.ledger.restore())
+        """Take up what earlier runs wrote down.
+
+        Raises
+        ------
+        SpoolError
+            If it is unusable, of another run, or of steps that were captured anew since.
+        """
+        found = Found(*self.ledger.restore())
+        self._check_takes()
+        return found
 
     def look(self, hints: Hints, is_listing: bool) -> Found:
         """Take in what is new.
@@ -91,6 +100,7 @@ class RankFollower:
         beat = self._store.read_heartbeat(self.rank)
         if beat != self._beat:
             self._beat, self._alive = beat, now
+        self._check_takes()
         self._note_over(closed, now)
         if self._over_since is not None and not self._is_listed_since_over:
             is_listing = self._is_listed_since_over = True
@@ -133,6 +143,10 @@ class RankFollower:
             names = None
         if names != set() and self.ledger.add(step, self._new_shards(step, names)):
             self._alive = self._clock()
+            # Who deletes a step counts that first, so what was listed is of the take known
+            # before if that is the take still.
+            if step in self._check_takes():
+                return
         is_whole = counts is not None and ledger.found >= counts.shards
         is_done = is_whole or self._is_given_up(step, closed, counts)
         # A writer that waits for room gets it only when what it wrote has been retired.
@@ -156,8 +170,18 @@ class RankFollower:
                     size = os.lstat(self._directory / f"step{step}" / name).st_size
                     yield ShardRef(name, size)
 
+    def _check_takes(self) -> list[int]:
+        """Steps that are captured anew and begin from nothing here too."""
+        steps = self.ledger.check_takes(self._store.takes(self.rank))
+        for step in steps:
+            self._closed_steps.pop(step, None)
+        return steps
+
     def _note_over(self, closed: RankCounts | None, now: float) -> None:
         """Note when the rank is first known to be over, and why if it never closed."""
+        if closed is None and not self._note:
+            # It was closed, and training goes on with it.
+            self._over_since, self._is_listed_since_over = None, False
         if self._over_since is not None:
             return
         timeout, silent = self._settings.idle_timeout, now - self._alive
@@ -215,7 +239,10 @@ class RankFollower:
             missing=missing,
             note=self._note,
         )
-        end.save(self._settings.work.end(self.rank))
+        # Late shards change it, and then the tables must be older.
+        end.save(
+            self._settings.work.end(self.rank), rank_tables(self._settings.results_dir, end).all
+        )
         self.is_ended = True
         return end
 

@@ -62,6 +62,8 @@ def existing_targets(settings: Settings) -> list[Path]:
     for rank in settings.rank_list:
         targets += [batch_target(work, rank, number) for number in work.batches(rank)]
         for number in work.segments(rank):
+            # Snakemake asks for its batches later, and has no line for a damaged one.
+            Segment.load(work.segment(rank, number))
             targets += segment_targets(work, rank, number)
         if work.end(rank).exists():
             ended.append(RankEnd.load(work.end(rank)))

@@ -13,18 +13,20 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import shutil
+import stat
 import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from spool.errors import explain
+from spool.gpus import visible_gpus
 from spool.parquet import read_measured, read_meta, write_measured
 from spool.records import CallHeader, MeasuredRow, Outcome
 from spool.replay.journal import Progress, recover
 from spool.replay.result import CallResult, header_of_file
-from spool.replay.supervise import Job, run_workers
+from spool.replay.supervise import Job, ReplayError, run_workers
 from spool.settings import ReplaySettings
 from spool.standards.rows import SCHEMA_VERSION
 from spool.store import atomic_write, fsync_dir
@@ -52,10 +54,17 @@ def replay_batch(manifest: Path, work_dir: Path, output: Path, settings: ReplayS
     Raises
     ------
     SpoolError
-        If the batch cannot be replayed on this host at all. What goes wrong in one
-        call is that call's row.
+        If the batch cannot be replayed on this host at all, or its rows cannot be
+        written. What goes wrong in one call is that call's row.
     """
-    record = Manifest.load(manifest)
+    try:
+        _replay_batch(manifest, work_dir, output, settings)
+    except OSError as error:
+        raise ReplayError(f"{manifest}: {explain(error)}; rerun when that is mended") from error
+
+
+def _replay_batch(manifest: Path, work_dir: Path, output: Path, settings: ReplaySettings) -> None:
+    record = Manifest.find(manifest)
     work = WorkDir(work_dir)
     measured = work.measured(record.rank, record.batch)
     journal = measured.with_name(f".{measured.stem}.journal")
@@ -64,10 +73,13 @@ def replay_batch(manifest: Path, work_dir: Path, output: Path, settings: ReplayS
         if measured.exists():
             _say_kept(measured, record, settings)
             if unfinished:
+                record.require_take()
                 _quarantine(record, work, read_measured(measured))
         else:
             rows = _measure(Job(manifest, journal, settings), record)
-            _write_once(measured, rows, _facts(settings))
+            # After the shards were read: what was read is of the take that is meant.
+            record.require_take()
+            _write_once(measured, rows, _facts(settings, rows))
             _quarantine(record, work, rows)
         journal.unlink(missing_ok=True)
     _publish(measured, output)
@@ -109,10 +121,19 @@ def _identity(record: Manifest, settings: ReplaySettings) -> dict[str, Any]:
     }
 
 
-def _facts(settings: ReplaySettings) -> dict[str, str]:
+def _facts(settings: ReplaySettings, rows: list[MeasuredRow]) -> dict[str, str]:
     """What is stored with the rows, for those who read them later."""
+    # The worker knows which device it was, and says so in every row of a shard it read.
+    devices = (row.header.bench_device for row in rows)
+    return _measuring(settings, next(filter(None, devices), None)) | _versions()
+
+
+def _measuring(settings: ReplaySettings, device: str | None = None) -> dict[str, str]:
+    """The measuring keys as text, with the device that `auto` stands for."""
     measuring = {key: str(value) for key, value in settings.measuring().items()}
-    return measuring | _versions()
+    if device is None and settings.bench_device == "auto":
+        device = "cuda" if visible_gpus() else "cpu"
+    return measuring | {"bench_device": device or settings.bench_device}
 
 
 def _versions() -> dict[str, str]:
@@ -164,20 +185,61 @@ def _quarantine(record: Manifest, work: WorkDir, rows: list[MeasuredRow]) -> Non
 
 
 def _move(source: Path, target: Path) -> None:
+    """Move a refused shard, or take it out of the way if it is no file at all.
+
+    Nothing is followed, waited for or read that is not a regular file: whoever can
+    write to the spool may have put a link, a pipe or a directory there.
+    """
     try:
+        mode = os.lstat(source).st_mode
+        if not stat.S_ISREG(mode):
+            _discard(source, is_directory=stat.S_ISDIR(mode))
+            return
         os.replace(source, target)
     except FileNotFoundError:
         return
     except OSError:  # another file system, or a spool that is mounted read-only
-        partial = target.with_name(f".{target.name}.partial")
-        with source.open("rb") as reader, partial.open("wb") as writer:
-            shutil.copyfileobj(reader, writer, 1 << 20)
-            writer.flush()
-            os.fsync(writer.fileno())
-        os.replace(partial, target)
-        with contextlib.suppress(OSError):
-            source.unlink()
+        if _copy(source, target):
+            with contextlib.suppress(OSError):
+                source.unlink()
     fsync_dir(target.parent)
+
+
+def _discard(path: Path, *, is_directory: bool) -> None:
+    with contextlib.suppress(OSError):  # a spool that is mounted read-only
+        if is_directory:
+            path.rename(path.with_name(f".{path.name}.refused"))
+        else:
+            path.unlink()
+
+
+def _copy(source: Path, target: Path) -> bool:
+    """Copy a regular file; False if it has become something else or cannot be opened."""
+    try:
+        file = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    partial = target.with_name(f".{target.name}.partial")
+    with os.fdopen(file, "rb") as reader:
+        state = os.fstat(file)
+        if not stat.S_ISREG(state.st_mode):
+            return False
+        try:
+            with partial.open("wb") as writer:
+                _copy_bytes(reader, writer, state.st_size)
+                writer.flush()
+                os.fsync(writer.fileno())
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
+    return True
+
+
+def _copy_bytes(reader: BinaryIO, writer: BinaryIO, most: int) -> None:
+    """Copy up to `most` bytes; a file that somebody goes on writing has no end."""
+    while most > 0 and (data := reader.read(min(most, 1 << 20))):
+        writer.write(data)
+        most -= len(data)
 
 
 @contextlib.contextmanager
@@ -203,7 +265,7 @@ def _locked(journal: Path, what: str) -> Iterator[bool]:
 
 def _say_kept(measured: Path, record: Manifest, settings: ReplaySettings) -> None:
     stored = read_meta(measured)
-    wanted = {key: str(value) for key, value in settings.measuring().items()}
+    wanted = _measuring(settings)
     kept = [f"{key}={stored[key]}" for key in wanted if stored.get(key, wanted[key]) != wanted[key]]
     if kept:
         print(

@@ -9,28 +9,31 @@ from typing import Any
 
 import torch
 
-from spool.apinames import Function, Refused
+from spool.apinames import Function
 from spool.call import Call
 from spool.errors import BadShard
 from spool.records import CallHeader, Outcome
+from spool.replay.admission import check_arguments
 from spool.replay.estimate import check_call, check_stored
 from spool.replay.execute import (
     Bench,
     autocast_dtype,
     compared,
+    default_dtype,
     run,
     thaw_arguments,
     to_device,
 )
 from spool.replay.facts import describe_inputs
-from spool.replay.golden import raise_precision
+from spool.replay.golden import raise_precision, raised_default
+from spool.replay.kernels import check_values
 from spool.replay.randomness import REASONS, Determinism, determinism
 from spool.replay.resolve import NoReference, resolve
 from spool.replay.result import CallResult
 from spool.standards.inputs import reduction_length
 from spool.standards.measure import measure_three_way, measure_two_way
 from spool.standards.rows import Route
-from spool.tensors import thaw_all
+from spool.tensors import DTYPES, thaw_all
 
 _MAX_REASON = 300
 
@@ -73,8 +76,6 @@ def replay_call(call: Call, header: CallHeader, bench: Bench, limit: int) -> Cal
         return _retried(lambda: _replay(call, header, function, bench, limit), bench)
     except NoReference as skip:
         return CallResult(header, Outcome.SKIPPED, skip.reason)
-    except Refused as refused:
-        raise BadShard(f"asks for {str(refused)[:80]!r}, which is refused") from None
     except BadShard:
         raise
     except Exception as error:
@@ -117,20 +118,32 @@ def _replay(
 ) -> CallResult:
     check_stored(call, limit)
     arguments = thaw_arguments(call, bench.device)
+    check_arguments(call.api, arguments)
+    check_values(call.api, arguments)
     kind = determinism(call.api, *arguments)
     if kind is not Determinism.ORDINARY:
         header = replace(header, random=kind is not Determinism.UNINITIALISED)
     if kind in REASONS:
         return CallResult(header, Outcome.SKIPPED, REASONS[kind])
-    check_call(call.api, function, arguments, limit)
+    default = DTYPES[call.context.default_dtype]
+    with default_dtype(default):
+        check_call(call.api, function, arguments, limit)
     facts = describe_inputs(arguments)
     reduction = reduction_length(call.api, *arguments)
-    autocast = autocast_dtype(call.api, call.context)
+    autocast = autocast_dtype(call.context)
     tf32 = bench.allow_tf32 and call.context.allow_tf32
     if kind is Determinism.DROPOUT:
         # The share of zeros is a measurement, so a rerun must draw the same ones.
         torch.manual_seed(zlib.crc32(f"{call.rank} {call.step} {call.order} {call.name}".encode()))
-    value = run(call, function, arguments, device=bench.device, autocast=autocast, allow_tf32=tf32)
+    value = run(
+        call,
+        function,
+        arguments,
+        device=bench.device,
+        autocast=autocast,
+        default=default,
+        allow_tf32=tf32,
+    )
     del arguments
     dropout = kind is Determinism.DROPOUT
     if header.route == Route.TWO_WAY.value:
@@ -147,9 +160,19 @@ def _replay(
 
 
 def _golden(call: Call, function: Function, bench: Bench) -> Any:
-    arguments = raise_precision(call.api, *thaw_arguments(call, bench.golden))
+    given = thaw_arguments(call, bench.golden)
+    default = raised_default(call.api, *given, DTYPES[call.context.default_dtype])
+    arguments = raise_precision(call.api, *given)
     try:
-        value = run(call, function, arguments, device=bench.golden, autocast=None)
+        value = run(
+            call,
+            function,
+            arguments,
+            device=bench.golden,
+            autocast=None,
+            default=default,
+            allocate=True,
+        )
     except Exception as error:
         if isinstance(error, torch.OutOfMemoryError) or _is_sticky(error):
             raise

@@ -1,7 +1,8 @@
 """Run one call on the bench device as it ran in training.
 
 The context of the call is restored: its autocast, no gradients, deterministic
-algorithms where torch has them, TF32 only where the training device used its like.
+algorithms where torch has them, its default dtype, TF32 only where the training device
+used its like.
 Arguments are fresh copies, so what a call writes is seen by nobody else.
 """
 
@@ -18,6 +19,7 @@ import torch
 from spool.apinames import Function
 from spool.call import Call, CallContext
 from spool.names import base_name
+from spool.replay.golden import like_out
 from spool.replay.nest import Arguments, at_path, map_leaves
 from spool.tensors import DTYPES, thaw_all
 
@@ -28,8 +30,6 @@ _TENSOR_TYPE = re.compile(r"torch\.(?:[a-z_]+\.)?([A-Z][A-Za-z0-9]*Tensor)")
 _INDICES: dict[str, tuple[int, tuple[str, ...]]] = {
     "cross_entropy": (1, ("target",)),
     "nll_loss": (1, ("target",)),
-    "nll_loss_forward": (1, ("target",)),
-    "nll_loss2d_forward": (1, ("target",)),
     "multi_margin_loss": (1, ("target",)),
     "multilabel_margin_loss": (1, ("target",)),
     "one_hot": (0, ("tensor", "input")),
@@ -116,7 +116,9 @@ def run(
     *,
     device: torch.device,
     autocast: torch.dtype | None,
+    default: torch.dtype,
     allow_tf32: bool = False,
+    allocate: bool = False,
 ) -> Any:
     """Call a function and return what is compared.
 
@@ -132,7 +134,11 @@ def run(
         Where they are.
     autocast : torch.dtype or None
         Enabled with this dtype, or explicitly off.
+    default : torch.dtype
+        torch's default dtype during the call.
     allow_tf32 : bool
+    allocate : bool
+        The result is the call's own, not the memory given as ``out``.
 
     Returns
     -------
@@ -146,11 +152,19 @@ def run(
         Whatever the function raises.
     """
     args, kwargs = arguments
-    with restored(device, autocast, allow_tf32):
+    out = kwargs.get("out") if allocate else None
+    if out is not None:
+        kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+    with restored(device, autocast, default, allow_tf32):
         result = function(*args, **kwargs)
         if device.type == "cuda":
             # A kernel's failure must be this call's, not the next one's.
             torch.cuda.synchronize(device)
+    if out is not None:
+        result = like_out(result, out)
+        kwargs["out"] = result
+        if call.outputs is None:  # such a call returns nothing where it is given memory
+            result = None
     return compared(result, [at_path(args, kwargs, path) for path in call.mutated])
 
 
@@ -169,7 +183,7 @@ def compared(result: Any, written: Sequence[Any]) -> Any:
 
 @contextlib.contextmanager
 def restored(
-    device: torch.device, autocast: torch.dtype | None, allow_tf32: bool
+    device: torch.device, autocast: torch.dtype | None, default: torch.dtype, allow_tf32: bool
 ) -> Iterator[None]:
     """The state under which a call is replayed; everything is put back afterwards."""
     with (
@@ -178,8 +192,20 @@ def restored(
             device.type, dtype=autocast, enabled=autocast is not None, cache_enabled=False
         ),
         _tf32(allow_tf32) if device.type == "cuda" else contextlib.nullcontext(),
+        default_dtype(default),
     ):
         yield
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """torch's default dtype within the block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager
@@ -193,13 +219,8 @@ def _tf32(allow: bool) -> Iterator[None]:
         matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
-def autocast_dtype(api: str, context: CallContext) -> torch.dtype | None:
-    """The dtype that autocast used where the call ran, None where it was off.
-
-    ATen operators were captured below autocast: their arguments are cast already.
-    """
-    if api.startswith("Aten."):
-        return None
+def autocast_dtype(context: CallContext) -> torch.dtype | None:
+    """The dtype that autocast used where the call ran, None where it was off."""
     kind = context.device.partition(":")[0]
     return DTYPES.get(context.autocast.get(kind, ""))
 

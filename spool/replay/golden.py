@@ -5,6 +5,10 @@ dtypes of all tensor arguments decide together: if exactly one of the three occu
 all its tensors are raised by that rule; if two or more occur, all are raised to fp32.
 The golden always runs without autocast, which would lower what was raised.
 
+Memory given as ``out`` takes no part: its dtype need not be what the call gives at
+raised precision, so the golden allocates its own result. If no floating tensor
+decides the result's dtype, torch's default dtype does, and is raised like a tensor's.
+
 A dtype that is *named* (``dtype=torch.bfloat16``, ``x.to(torch.float16)``) is raised
 by the same rule, and at least to what the tensors are raised to: a softmax over bf16
 with ``dtype=torch.float32`` has an fp64 golden, else the golden would be no better
@@ -19,6 +23,7 @@ import torch
 
 from spool.names import base_name
 from spool.replay.nest import Arguments, map_arguments, tensors
+from spool.standards.structure import dtype_class
 
 RAISED = {
     torch.float16: torch.float32,
@@ -31,7 +36,7 @@ _NOT_RAISED_FROM_FP32 = frozenset({"conv1d", "conv2d"})
 
 
 def raise_precision(api: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Arguments of the golden.
+    """Arguments of the golden; ``out`` stays as it is.
 
     Parameters
     ----------
@@ -45,6 +50,10 @@ def raise_precision(api: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     -------
     args, kwargs
     """
+    if "out" in kwargs:
+        inputs = {name: value for name, value in kwargs.items() if name != "out"}
+        args, inputs = raise_precision(api, args, inputs)
+        return args, inputs | {"out": kwargs["out"]}
     base = base_name(api)
     found = {t.dtype for t in tensors((args, kwargs))} & RAISED.keys()
     if base == "histc" and {t.dtype for t in tensors((args, kwargs))} == {torch.int64}:
@@ -58,6 +67,50 @@ def raise_precision(api: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     for tensor in tensors((args, kwargs)):
         raiser.meet(tensor)
     return map_arguments(args, kwargs, raiser.leaf)
+
+
+def raised_default(
+    api: str, args: tuple[Any, ...], kwargs: dict[str, Any], default: torch.dtype
+) -> torch.dtype:
+    """torch's default dtype for the golden.
+
+    Parameters
+    ----------
+    api : str
+        Prefixed or base name.
+    args, kwargs
+        As the call had them.
+    default : torch.dtype
+        As the call found it.
+    """
+    inputs = {name: value for name, value in kwargs.items() if name != "out"}
+    dtypes = {tensor.dtype for tensor in tensors((args, inputs))}
+    if any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
+        return default
+    if base_name(api) in _NOT_RAISED | {"histc"}:
+        return default
+    return RAISED.get(default, default)
+
+
+def like_out(result: Any, out: Any) -> Any:
+    """A golden that was allocated, as numbers of the kind that the call's ``out`` holds.
+
+    ``torch.eq(a, b, out=x)`` with floats `x` gives floats, without `x` bools.
+    """
+    if isinstance(result, torch.Tensor) and isinstance(out, torch.Tensor):
+        if _kind(result.dtype) != _kind(out.dtype):
+            return result.to(RAISED.get(out.dtype, out.dtype))
+        return result
+    if not isinstance(result, (list, tuple)) or not isinstance(out, (list, tuple)):
+        return result
+    if len(result) != len(out):
+        return result
+    parts = (like_out(part, given) for part, given in zip(result, out, strict=True))
+    return tuple(parts) if isinstance(result, tuple) else list(parts)
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return dtype_class(str(dtype).removeprefix("torch."))
 
 
 def _cast(leaf: Any, dtype: torch.dtype) -> Any:

@@ -78,7 +78,7 @@ def header_of_file(manifest: Manifest, shard: ShardRef) -> CallHeader:
         index=index,
         name=shard.name,
         api=api,
-        direction="backward" if api.startswith("Aten.") else "forward",
+        direction="forward",
         route="",
         standard="",
         module="",

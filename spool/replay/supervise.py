@@ -76,7 +76,6 @@ def run_workers(
         if end.fatal:
             raise ReplayError(end.fatal)
         if end.current is not None:
-            idle_deaths = 0
             if end.signal in _OUTSIDE and not end.hung and end.current not in second_try:
                 second_try.add(end.current)
             else:
@@ -85,12 +84,12 @@ def run_workers(
                     journal.add({"lost": end.current, "reason": end.reason(job)}, 0.0)
         elif end.status not in (0, _RESTART):
             idle_deaths += 1
-            if idle_deaths >= _MAX_IDLE_DEATHS or not end.ready:
-                raise ReplayError(
-                    f"{job.manifest}: the replay process ends before it replays anything "
-                    f"(status {end.status}); its own message is above"
-                )
+            again = end.ready or end.signal in _OUTSIDE
+            if end.hung or not again or idle_deaths >= _MAX_IDLE_DEATHS:
+                raise ReplayError(end.idle_reason(job, idle_deaths))
         progress = reload()
+        if any(progress.settled(number) for number in todo):
+            idle_deaths = 0
     return progress
 
 
@@ -107,6 +106,25 @@ class _End:
     @property
     def signal(self) -> int:
         return -self.status if self.status < 0 else 0
+
+    def idle_reason(self, job: Job, deaths: int) -> str:
+        """Why workers that are in no call are given up."""
+        if self.hung:
+            return (
+                f"{job.manifest}: the replay process does not get ready within "
+                f"{_START_SECONDS:g} s; see whether its device answers"
+            )
+        if self.signal:
+            name = signal.Signals(self.signal).name
+            times = "" if deaths == 1 else f", {deaths} times in a row"
+            return (
+                f"{job.manifest}: the replay process died of {name} before it replayed "
+                f"anything{times}; see whether memory is short, and rerun"
+            )
+        return (
+            f"{job.manifest}: the replay process ends before it replays anything "
+            f"(status {self.status}); its own message is above"
+        )
 
     def reason(self, job: Job) -> str:
         """Why the call has no measurement; the same text for the same cause."""
@@ -128,6 +146,8 @@ class _Worker:
             [sys.executable, "-m", "spool.replay.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # Ctrl-C at a terminal reaches the supervisor alone, which ends the worker.
+            start_new_session=True,
             env=environment(job.settings),
         )
         self.end = _End()

@@ -31,7 +31,7 @@ import torch
 
 from spool import shard as shards
 from spool.call import Call
-from spool.errors import BadShard, ConfigError, SpoolError, StoreError
+from spool.errors import BadShard, ConfigError, SpoolError, StoreError, explain
 from spool.records import CallHeader, Outcome
 from spool.replay.calls import Poisoned, replay_call
 from spool.replay.estimate import limit_process, memory_of
@@ -50,6 +50,8 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """Do the job that standard input describes; return the process's exit status."""
+    # Whoever interrupts a single worker gets no traceback: the supervisor says what it means.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     job = json.loads(sys.stdin.buffer.readline())
     _die_with(job["parent"])
     # Libraries may print; the events must stay clean.
@@ -66,7 +68,9 @@ def main() -> int:
             return worker.work(journal)
     except SpoolError as error:
         say(f"fatal {' '.join(str(error).split())}")
-        return 1
+    except OSError as error:
+        say(f"fatal {job['manifest']}: {explain(error)}; rerun when that is mended")
+    return 1
 
 
 def _die_with(parent: int) -> None:
@@ -125,7 +129,7 @@ class Worker:
     """
 
     def __init__(self, job: dict[str, Any], say: Callable[[str], None]) -> None:
-        self.manifest = Manifest.load(Path(job["manifest"]))
+        self.manifest = Manifest.find(Path(job["manifest"]))
         self.settings = ReplaySettings.from_json(job["settings"])
         self.todo: list[int] = job["todo"]
         self.say = say

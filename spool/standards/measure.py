@@ -7,6 +7,7 @@ are at hand; `two_way` and `three_way` judge the rows. Tensors are read in block
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -18,7 +19,7 @@ from spool.standards.accumulate import FloatPair
 from spool.standards.blocks import Block, blocks
 from spool.standards.exact import ExactPair
 from spool.standards.rows import Kind, OutputMeasurement
-from spool.standards.select import dropout_kind
+from spool.standards.select import channel_axes, dropout_kind
 from spool.standards.structure import (
     Leaf,
     dtype_class,
@@ -28,6 +29,7 @@ from spool.standards.structure import (
     walk_pair,
     walk_triple,
 )
+from spool.standards.zeros import ZeroCounter
 
 
 @torch.no_grad()
@@ -117,7 +119,7 @@ def _measure_all(
         if random is None or not is_tensor or leaf.problem or leaf.golden_problem:
             rows.append(_measure_leaf(place, measure))
         elif random is Kind.DROPOUT and leaf.bench.numel():
-            rows.append(_dropout_leaf(place))
+            rows.append(_dropout_leaf(place, base_name(api)))
             random = Kind.RANDOM  # a mask and whatever follows the first tensor
         else:
             rows.append(place.row(Kind.RANDOM if leaf.bench.numel() else Kind.EMPTY))
@@ -168,13 +170,17 @@ def _measure_leaf(place: _Place, measure: Measure) -> OutputMeasurement:
     return place.row(Kind.PLAIN, equal=equal, message=message)
 
 
-def _dropout_leaf(place: _Place) -> OutputMeasurement:
+def _dropout_leaf(place: _Place, name: str) -> OutputMeasurement:
     reference = place.leaf.bench if place.leaf.golden is None else place.leaf.golden
-    zeros_bench = zeros_device = 0
-    for _, (device, bench) in blocks([place.leaf.device, reference], place.block):
-        zeros_device += device.numel() - int(device.count_nonzero())
-        zeros_bench += bench.numel() - int(bench.count_nonzero())
-    return place.row(Kind.DROPOUT, zeros_bench=zeros_bench, zeros_device=zeros_device)
+    shape = place.leaf.device.shape
+    channels = math.prod(shape[: channel_axes(name, len(shape))])
+    device, bench = (ZeroCounter(channels, shape.numel()) for _ in range(2))
+    for block, parts in blocks([place.leaf.device, reference], place.block):
+        device.add(block.start, parts[0])
+        bench.add(block.start, parts[1])
+    return place.row(
+        Kind.DROPOUT, count=channels, zeros_bench=bench.zeros(), zeros_device=device.zeros()
+    )
 
 
 def _reals(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from spool.standards import columns as col
@@ -81,13 +82,14 @@ def special_finding(output: OutputMeasurement) -> Finding | None:
 
 
 def _dropout(output: OutputMeasurement) -> Finding:
+    what = "elements" if math.prod(output.shape or []) == output.count else "channels"
     if output.count < limit.DROPOUT_MIN_COUNT:
-        return Finding(Status.PASS, f"random dropout of {output.count} elements, too few to judge")
+        return Finding(Status.PASS, f"random dropout of {output.count} {what}, too few to judge")
     zeros = (output.zeros_bench or 0, output.zeros_device or 0)
     share = abs(zeros[0] - zeros[1]) / output.count
     passed = share < limit.DROPOUT_LIMIT
     message = (
-        f"random dropout: {zeros[1]} of {output.count} elements are zero, {zeros[0]} on the bench "
+        f"random dropout: {zeros[1]} of {output.count} {what} are zero, {zeros[0]} on the bench "
         f"(shares may differ by less than {limit.DROPOUT_LIMIT})"
     )
     return Finding(

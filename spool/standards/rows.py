@@ -233,9 +233,10 @@ class OutputMeasurement:
     shape : list of int or None
         Of the device's tensor.
     count : int
-        Elements of the device's tensor.
+        Elements of the device's tensor; of a channel dropout, its channels.
     zeros_bench, zeros_device : int or None
-        Of a random dropout; the bench is the golden on the three-way route.
+        Zero elements, or channels, of a random dropout; the bench is the golden on the
+        three-way route.
     identical : bool or None
         Three-way: the device's tensor equals the bench's, value for value.
     left_out : int

@@ -63,6 +63,9 @@ def route_of(api: str, overrides: Overrides | None = None) -> Route:
 
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "native_dropout")
+_CHANNEL_DROPOUTS = ("dropout1d", "dropout2d", "dropout3d", "feature_dropout")
+# Inputs of these many axes have no batch axis.
+_UNBATCHED = {"dropout1d": 2, "dropout3d": 4}
 _RANDOM_FILLS = ("alpha_dropout", "feature_alpha_dropout")
 
 
@@ -76,3 +79,19 @@ def dropout_kind(name: str) -> Kind | None:
     if plain in _DROPOUTS:
         return Kind.DROPOUT
     return Kind.RANDOM if plain in _RANDOM_FILLS else None
+
+
+def channel_axes(name: str, axes: int) -> int:
+    """How many leading axes number what a dropout zeroes together: elements or channels.
+
+    Parameters
+    ----------
+    name : str
+        Base name of a dropout.
+    axes : int
+        Of its input: batch and channels first, the rest is within a channel.
+    """
+    plain = name.removesuffix("_")
+    if plain not in _CHANNEL_DROPOUTS:
+        return axes
+    return min(axes, 1 if _UNBATCHED.get(plain) == axes else 2)

@@ -115,7 +115,8 @@ def _judge_output(
     if npu is None or gpu is None:
         raise ValueError(f"{precheck.where(output)} of {name} has no three-way measurement")
     if npu.device_dtype in UNJUDGED_DTYPES:
-        return Finding(Status.SKIP, f"no standard for {output.device_dtype}")
+        found = Finding(Status.SKIP, f"no standard for {output.device_dtype}")
+        return _with_nonfinite(output, found) if output.device_nonfinite else found
     limits = limits_of(name, standard, overrides)
     if npu.count == 0:  # left out to the last element, which is no difference
         found = Finding(Status.PASS)
@@ -131,8 +132,13 @@ def _judge_output(
 def _with_nonfinite(output: OutputMeasurement, found: Finding) -> Finding:
     """Add what is not finite: an error on the device alone, a note where it saturates."""
     if output.device_nonfinite:
+        # A complex output is measured as pairs of reals.
+        parts = output.device_dtype.startswith("torch.complex")
+        whole = (
+            f"{2 * output.count} real and imaginary parts" if parts else f"{output.count} elements"
+        )
         message = (
-            f"{output.device_nonfinite} of {output.count} elements are inf or NaN on the device, "
+            f"{output.device_nonfinite} of {whole} are inf or NaN on the device, "
             "finite in the golden and not the same on the bench"
         )
         return replace(

@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -135,3 +136,36 @@ def test_this_snakemake_has_what_the_timer_needs() -> None:
     from snakemake.scheduling.job_scheduler import JobScheduler
 
     assert callable(JobScheduler._schedule_reevalutation)
+
+
+@pytest.mark.parametrize("key", ["work_dir", "results_dir"])
+@pytest.mark.parametrize("below", ["", "deep/er"])
+def test_a_directory_that_cannot_be_written_ends_snakemake(
+    tmp_path: Path, key: str, below: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_spool(tmp_path / "spool")
+    (tmp_path / "file").touch()
+    settings = Settings(tmp_path / "spool", tmp_path / "work", tmp_path / "results")
+    settings = replace(settings, **{key: tmp_path / "file" / below})
+    with pytest.raises(SystemExit):
+        Feed(settings, workflow()).get_nowait()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"spool: config: {key}: ")
+    assert line.endswith(f"{tmp_path / 'file'}: Not a directory; name another directory")
+    assert not (tmp_path / "work").exists()
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize("dryrun", [True, False])
+def test_a_damaged_segment_ends_snakemake(
+    tmp_path: Path, dryrun: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_spool(tmp_path / "spool")
+    settings = Settings(tmp_path / "spool", tmp_path / "work", tmp_path / "results")
+    path = settings.work.segment(0, 0)
+    path.parent.mkdir(parents=True)
+    path.write_text("garbage")
+    with pytest.raises(SystemExit):
+        Feed(settings, workflow(dryrun=dryrun)).get_nowait()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"spool: {path}: not a usable segment: no JSON object; remove it and rerun"

@@ -15,7 +15,7 @@ from spool.errors import SpoolError, StoreError
 from spool.intake.follow import Intake
 from spool.settings import BatchLimits, Settings
 from spool.store import Heartbeat, RankCounts, StepCounts, Store
-from spool.workdir import Manifest, RankEnd, WorkDir
+from spool.workdir import Manifest, RankEnd, Segment, WorkDir
 
 
 class Run:
@@ -457,3 +457,203 @@ def test_the_thread_ends_by_itself_and_reports_a_failure(root: Path) -> None:
     broken.intake.run()
     assert broken.is_finished
     assert isinstance(broken.intake.error, StoreError)
+
+
+def publish(store: Store, orders: range, error: float = 0.0) -> None:
+    for order in orders:
+        store.publish(make_call(order=order, error=error))
+
+
+def test_a_step_captured_anew_ends_what_had_begun_with_it(root: Path) -> None:
+    """Shards of the same names are other calls: never judged by the old ones, never deleted."""
+    store = Store.create(root / "spool", {})
+    publish(store, range(5))
+    run = Run(root)
+    run.intake.prepare()
+    run.look()
+    assert Manifest.load(run.work.batch(0, 0)).take == 0
+    store.drop_step(0, 0)
+    publish(store, range(5), error=0.5)
+    said = "rank 0 step 0 was captured anew after this work directory had begun with it"
+    with pytest.raises(StoreError, match=said) as caught:
+        run.look(5)
+    assert "another work_dir" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    run.close()
+    again = Run(root)
+    with pytest.raises(StoreError, match=said):
+        again.intake.prepare()
+    assert again.targets == []
+    # Another work directory takes it as it is.
+    other = Run(root, work_dir=root / "other")
+    other.intake.prepare()
+    other.look()
+    manifest = Manifest.load(other.work.batch(0, 0))
+    assert (manifest.take, len(manifest.shards)) == (1, 4)
+    other.close()
+
+
+def test_a_rank_cleared_and_captured_anew_is_another_take_too(root: Path) -> None:
+    store = make_spool(root / "spool")
+    run = Run(root, watch=False)
+    run.intake.prepare()
+    assert run.look()
+    store.clear(0)
+    store.close_rank(0, RankCounts({0: publish_step(store, 0, 0, 3)}, "disabled"))
+    with pytest.raises(StoreError, match="captured anew"):
+        Run(root, watch=False).intake.prepare()
+
+
+def test_what_no_manifest_names_is_forgotten_with_its_take(root: Path) -> None:
+    store = Store.create(root / "spool", {})
+    publish(store, range(3))
+    run = Run(root)
+    run.intake.prepare()
+    run.look()
+    assert run.taken() == []
+    store.drop_step(0, 0)
+    publish(store, range(2), error=0.5)
+    store.close_rank(0, RankCounts({0: StepCounts(2, 1)}, "disabled"))
+    assert run.look(5)
+    manifest = Manifest.load(run.work.batch(0, 0))
+    assert (manifest.take, [shard.order for shard in manifest.shards]) == (1, [0, 1])
+    run.close()
+
+
+def test_shards_listed_while_their_step_is_dropped_are_not_named(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.create(root / "spool", {})
+    publish(store, range(4))
+    real = Store.shards
+
+    def dropped_meanwhile(self: Store, *args: object) -> object:
+        entries = real(self, *args)  # type: ignore[arg-type]
+        monkeypatch.undo()
+        store.drop_step(0, 0)
+        return entries
+
+    monkeypatch.setattr(Store, "shards", dropped_meanwhile)
+    run = Run(root)
+    run.intake.prepare()
+    run.look()
+    assert run.taken() == []
+    publish(store, range(4))
+    run.look(5)
+    assert Manifest.load(run.work.batch(0, 0)).take == 1
+    run.close()
+
+
+def test_a_closed_rank_that_goes_on_is_not_over(root: Path) -> None:
+    store = Store.create(root / "spool", {})
+    counts = publish_step(store, 0, 0, 2)
+    store.close_rank(0, RankCounts({0: counts, 1: StepCounts(9, 1)}, "SIGTERM"))
+    run = Run(root, missing_seconds=30.0)
+    run.intake.prepare()
+    assert not run.look()
+    store.reopen_rank(0)
+    assert not run.look(10)
+    assert not run.look(60)
+    store.close_rank(0, RankCounts({0: counts}, "disabled"))
+    assert run.look(5)
+    assert RankEnd.load(run.work.end(0)).missing == {}
+    run.close()
+
+
+def test_a_spool_that_moved_is_found_where_it_is_now(root: Path) -> None:
+    make_spool(root / "spool")
+    run = Run(root, watch=False)
+    run.intake.prepare()
+    assert run.look()
+    assert Manifest.find(run.work.batch(0, 0)).step_dir == root / "spool" / "rank0" / "step0"
+    (root / "spool").rename(root / "moved")
+    run = Run(root, watch=False, spool_dir=root / "moved")
+    run.intake.prepare()
+    path = run.work.batch(0, 0)
+    assert Manifest.load(path).spool == str(root / "spool")
+    assert Manifest.find(path).step_dir == root / "moved" / "rank0" / "step0"
+
+
+def test_manifests_of_another_run_are_refused(root: Path) -> None:
+    make_spool(root / "spool")
+    run = Run(root, watch=False)
+    run.intake.prepare()
+    run.look()
+    # As when somebody removes the record that binds the directory to its run.
+    run.work.run.unlink()
+    shutil.rmtree(root / "spool")
+    make_spool(root / "spool")
+    with pytest.raises(StoreError, match="belongs to another run") as caught:
+        Run(root, watch=False).intake.prepare()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_changed_end_is_later_than_the_tables(root: Path) -> None:
+    """Also if the clock was set back since they were written."""
+    store = Store.create(root / "spool", {})
+    store.publish(make_call(order=0))
+    store.close_rank(0, RankCounts({0: StepCounts(2, 1)}, "disabled"))
+    run = Run(root, watch=False, missing_seconds=0.0)
+    run.intake.prepare()
+    assert run.look()
+    table = root / tables(0, store.run.timestamp)[4]
+    table.parent.mkdir()
+    table.touch()
+    os.utime(table, (4e9, 4e9))
+    store.publish(make_call(order=1))
+    again = Run(root, watch=False, missing_seconds=0.0)
+    again.intake.prepare()
+    assert again.look()
+    assert run.work.end(0).stat().st_mtime == 4e9 + 1
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"run_id": 1, "spool": "/x"}'])
+def test_a_damaged_binding_is_one_line_and_may_be_removed(root: Path, text: str) -> None:
+    make_spool(root / "spool")
+    run = Run(root, watch=False)
+    run.intake.prepare()
+    run.work.run.write_text(text)
+    with pytest.raises(SpoolError, match=r"not a usable record of a run.*remove it and rerun"):
+        Run(root, watch=False).intake.prepare()
+    run.work.run.unlink()
+    again = Run(root, watch=False)
+    again.intake.prepare()
+    assert again.look()
+
+
+def test_a_segment_that_was_removed_is_made_again(root: Path) -> None:
+    make_spool(root / "spool", steps=2)
+    run = Run(root, watch=False)
+    run.intake.prepare()
+    assert run.look()
+    run.work.segment(0, 0).unlink()
+    run = Run(root, watch=False)
+    run.intake.prepare()
+    assert run.look()
+    end = RankEnd.load(run.work.end(0))
+    assert (end.batches, end.found) == (2, {0: 3, 1: 3})
+    segments = [Segment.load(run.work.segment(0, number)) for number in end.segments]
+    assert sorted((item.step, item.batches) for item in segments) == [(0, (0,)), (1, (1,))]
+
+
+def test_a_mount_that_fails_while_ranks_are_restored_loses_none(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(root, rank_list=(0, 1))
+    run.intake.prepare()
+    make_spool(root / "spool", ranks=2)
+    real = Store.takes
+
+    def fail_once(self: Store, rank: int) -> dict[int, int]:
+        if rank == 1:
+            monkeypatch.setattr(Store, "takes", real)
+            raise StoreError("cannot read it") from OSError(116, "Stale file handle", "takes")
+        return real(self, rank)
+
+    monkeypatch.setattr(Store, "takes", fail_once)
+    assert not run.look()
+    assert run.lines[-1] == "takes: Stale file handle; trying again"
+    assert run.targets == []
+    assert run.look(1)
+    assert run.work.ranks() == [0, 1]
+    run.close()

@@ -38,8 +38,15 @@ def replayed(call: Call, limit: int = LIMIT) -> CallResult:
 
 def value_of(call: Call) -> Any:
     arguments = thaw_arguments(call, CPU)
-    dtype = autocast_dtype(call.api, call.context)
-    return run(call, function_of(call.api), arguments, device=CPU, autocast=dtype)
+    dtype = autocast_dtype(call.context)
+    return run(
+        call,
+        function_of(call.api),
+        arguments,
+        device=CPU,
+        autocast=dtype,
+        default=torch.float32,
+    )
 
 
 def worst(result: CallResult) -> float:
@@ -189,11 +196,9 @@ def test_autocast_is_restored(dtype: torch.dtype) -> None:
 
 def test_autocast_of_another_device_type_is_not() -> None:
     context = CallContext(autocast={"cuda": "bfloat16"}, device="cpu")
-    assert autocast_dtype("Functional.linear", context) is None
+    assert autocast_dtype(context) is None
     npu = CallContext(autocast={"npu": "bfloat16"}, device="npu:3")
-    assert autocast_dtype("Functional.linear", npu) is torch.bfloat16
-    # ATen operators were captured below autocast.
-    assert autocast_dtype("Aten.mm", npu) is None
+    assert autocast_dtype(npu) is torch.bfloat16
 
 
 def test_the_state_of_the_process_is_put_back() -> None:
@@ -201,7 +206,16 @@ def test_the_state_of_the_process_is_put_back() -> None:
     before = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
     tf32 = torch.backends.cuda.matmul.allow_tf32
     with pytest.raises(TypeError):
-        run(call, torch.relu, ((), {}), device=CPU, autocast=torch.bfloat16, allow_tf32=True)
+        run(
+            call,
+            torch.relu,
+            ((), {}),
+            device=CPU,
+            autocast=torch.bfloat16,
+            default=torch.float16,
+            allow_tf32=True,
+        )
+    assert torch.get_default_dtype() is torch.float32
     assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == before
     assert torch.backends.cuda.matmul.allow_tf32 == tf32
 

@@ -44,10 +44,10 @@ def test_tensors_are_raised_together(given: list[torch.dtype], raised: list[torc
 
 def test_nested_and_keyword_tensors_count() -> None:
     half, single = torch.ones(2, dtype=FP16), torch.ones(2)
-    (items,), kwargs = raise_precision("Torch.cat", ([half, (half,)],), {"out": single})
+    (items,), kwargs = raise_precision("Torch.cat", ([half, (half,)],), {"x": single})
     assert items[0].dtype == FP32
     assert items[1][0].dtype == FP32
-    assert kwargs["out"].dtype == FP32
+    assert kwargs["x"].dtype == FP32
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,10 @@ def test_strides_and_values_stay() -> None:
 def test_aliases_stay_aliases() -> None:
     memory = torch.arange(6, dtype=BF16)
     left, right = memory[:4], memory[2:]
-    (a, b), kwargs = raise_precision("Torch.add", (left, right), {"out": left})
+    (a, b), kwargs = raise_precision("Torch.add", (left, right), {"other": left})
     a[2] = 100
     assert b[0] == 100
-    assert kwargs["out"][2] == 100
+    assert kwargs["other"][2] == 100
     assert left[2] == 2  # the caller's own are untouched
 
 

@@ -103,6 +103,17 @@ HOSTILE = [
     "Aten.__dict__",
     "Aten._dir",
     "Aten.add.Tensor",
+    "Aten.mm",
+    "Aten.add",
+    "Aten.max_pool2d_with_indices_backward",
+    "Aten.adaptive_max_pool2d_backward",
+    "Aten.segment_reduce",
+    "Aten._ctc_loss",
+    "Aten._log_softmax_backward_data",
+    "Aten._sparse_coo_tensor_unsafe",
+    "Aten._convert_indices_from_csr_to_coo",
+    "Aten._embedding_bag_dense_backward",
+    "Aten.native_layer_norm_backward",
     "Aten.add; import os",
     "Aten.",
     "os.mkdir",
@@ -168,9 +179,8 @@ def test_a_name_gives_its_function(name: str, function: object) -> None:
         (torch.Tensor.__abs__, "Tensor.abs"),
         (torch.Tensor.__pow__, "Tensor.__pow__"),
         (torch.linalg.svd, "Torch.linalg.svd"),
-        (torch.ops.aten.mm.default, "Aten.mm"),
-        (torch.ops.aten.add_.Tensor, "Aten.add_"),
-        (torch.ops.aten.sum, "Aten.sum"),
+        (torch.ops.aten.mm.default, None),
+        (torch.ops.aten.sum, None),
         (torch.ops.aten.from_file, None),
         (torch.ops.prims.sin, None),
         (torch.Tensor.T.__get__, None),
@@ -239,27 +249,3 @@ def test_every_function_that_the_mode_reports_has_a_name_that_resolves() -> None
     assert expected <= seen.keys()
     for name, function in seen.items():
         assert resolve(name) == function
-
-
-def test_an_aten_operator_takes_the_overload_that_its_arguments_select() -> None:
-    x = torch.arange(6.0).view(2, 3)
-    assert torch.equal(resolve("Aten.add")(x, 2), x + 2)
-    assert torch.equal(resolve("Aten.add")(x, x, alpha=2), 3 * x)
-    assert torch.equal(resolve("Aten.sum")(x, [0], True), x.sum(0, keepdim=True))
-    assert resolve("Aten.sum")(x) == 15
-    assert torch.equal(resolve("Aten.gelu")(x, approximate="tanh"), F.gelu(x, approximate="tanh"))
-
-
-@pytest.mark.parametrize(
-    ("api", "args"),
-    [
-        ("Aten.mul", ([torch.zeros(1)], 10**12)),  # TorchScript's list repetition
-        ("Aten.add", (["a"], ["b"])),
-        ("Aten.split", ("a b",)),
-    ],
-)
-def test_aten_overloads_of_lists_and_strings_are_out_of_reach(
-    api: str, args: tuple[Any, ...]
-) -> None:
-    with pytest.raises((apinames.Refused, RuntimeError)):
-        resolve(api)(*args)

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 from spools import make_call, make_spool, publish_step
 
+from spool.intake.follow import Intake
 from spool.intake.lock import Owner
+from spool.settings import Settings
 from spool.store import RankCounts, StepCounts, Store
 
 ROOT = Path(__file__).parents[2]
@@ -238,3 +240,52 @@ def test_missing_shards_are_told_and_fail_the_run(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "2 shards are missing" in done.stderr
     assert len(tables(tmp_path)) == 6
+
+
+def test_a_setting_changed_elsewhere_and_changed_back_counts(tmp_path: Path) -> None:
+    """From two directories on one work directory: each has records of its own."""
+    make_spool(tmp_path / "spool", calls=2)
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    where = tuple(f"{key}_dir={tmp_path / key}" for key in ("spool", "work", "results"))
+    first = run(here, config=where)
+    assert first.returncode == 0, first.stderr
+    before = tables(tmp_path)
+    done = run(there, config=(*where, "black_list=[add]"))
+    assert "nothing was compared" in done.stderr
+    assert tables(tmp_path) != before
+    done = run(here, config=where)
+    assert done.returncode == 0, done.stderr
+    assert tables(tmp_path) == before
+
+
+def test_a_spool_that_moved_before_its_batches_ran(tmp_path: Path) -> None:
+    make_spool(tmp_path / "spool-data", calls=2)
+    settings = Settings(tmp_path / "spool-data", tmp_path / "work", tmp_path / "results")
+    intake = Intake(settings, lambda path: None, lambda: None, say=lambda line: None)
+    intake.prepare()
+    assert intake.look()
+    if intake._watch is not None:
+        intake._watch.stop()
+    (tmp_path / "spool-data").rename(tmp_path / "moved")
+    done = run(tmp_path, config=("spool_dir=moved",))
+    assert done.returncode == 0, done.stderr
+    assert not list((tmp_path / "moved").rglob("*.h5"))
+
+
+def test_a_step_captured_anew_is_one_line(tmp_path: Path) -> None:
+    store = make_spool(tmp_path / "spool-data", calls=2)
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    before = tables(tmp_path)
+    store.clear(0)
+    store.close_rank(0, RankCounts({0: publish_step(store, 0, 0, 2, error=0.5)}, "disabled"))
+    shards = sorted((tmp_path / "spool-data").rglob("*.h5"))
+    done = run(tmp_path)
+    assert done.returncode == 1
+    (line,) = complain(done)
+    assert "rank 0 step 0 was captured anew" in line
+    assert "Traceback" not in done.stderr
+    assert tables(tmp_path) == before
+    assert sorted((tmp_path / "spool-data").rglob("*.h5")) == shards
