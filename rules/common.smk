@@ -1,5 +1,6 @@
 from spool.intake.targets import run_tables, segment_batches
 from spool.tables import RankTables
+from spool.verdict import show
 from spool.workdir import RankEnd
 
 

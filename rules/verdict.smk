@@ -1,3 +1,12 @@
+# What people came for is said last, also when nothing was left to do.
+onsuccess:
+    show(SETTINGS.work.root / "verdict.txt")
+
+
+onerror:
+    show(SETTINGS.work.root / "logs" / "verdict.log")
+
+
 # The last job; it alone sets the exit status, after the tables are there.
 rule verdict:
     input:

@@ -16,8 +16,8 @@ with job(snakemake.log[0]):
         snakemake.params.ranks,
         snakemake.params.fail_on,
     )
-    print(report.text(), file=sys.stderr)
-    # The output says that all is well; Snakemake refers to the log if it is not.
+    # Printed at the end of the run, see rules/verdict.smk. The output says that all is
+    # well; Snakemake refers to the log if it is not.
     target = Path(snakemake.log[0] if report.status else snakemake.output[0])
     target.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(target, report.text().encode() + b"\n")

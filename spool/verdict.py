@@ -8,6 +8,8 @@ count too.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,7 @@ from spool.tables import RankTables, read_table
 from spool.workdir import RankEnd, WorkDir
 
 FAIL_ON = ("nothing", "error")
+_MOST_UNCHECKED = 5
 
 
 @dataclass
@@ -93,8 +96,9 @@ def verdict(
         totals = read_totals(tables.coverage)
         _count_lines(report, rank, totals)
         _problems(report, rank, totals, end, tables)
-        first, errors = _failing(tables, rank)
+        first, errors, unchecked = _scan(tables, rank)
         findings.extend(first)
+        report.warnings += _unchecked_lines(rank, unchecked)
         if errors and fail_on == "error":
             report.problems.append(
                 f"rank {rank}: {_calls(errors)} with errors; see {tables.summary}"
@@ -108,6 +112,12 @@ def verdict(
         report.lines += ["", "no failing call"]
     report.lines += ["", "tables:", *(f"  {path}" for path in paths)]
     return report
+
+
+def show(path: Path) -> None:
+    """Print the verdict that the last job wrote, if it came so far."""
+    with contextlib.suppress(FileNotFoundError):
+        print(path.read_text(encoding="utf-8"), end="", file=sys.stderr, flush=True)
 
 
 def _count_lines(report: Report, rank: int, totals: dict[tuple[str, str], int]) -> None:
@@ -194,11 +204,29 @@ def _surplus(end: RankEnd) -> Iterator[tuple[int, int, int]]:
             yield step, counted, there
 
 
-def _failing(tables: RankTables, rank: int) -> tuple[list[Finding], int]:
-    """The first error and the first warning by either verdict, and how many errors there are."""
+def _scan(tables: RankTables, rank: int) -> tuple[list[Finding], int, dict[str, tuple[int, str]]]:
+    """Read the summary once.
+
+    Returns
+    -------
+    list of Finding
+        The first error and the first warning by either verdict.
+    int
+        How many calls have an error.
+    dict of str to (int, str)
+        APIs of which no call has a verdict: how many calls, and the first one's reason.
+    """
     first: dict[bool, Finding] = {}
     errors = 0
+    skipped: dict[str, tuple[int, str]] = {}
+    judged: set[str] = set()
     for row in read_table(tables.summary):
+        api = row["api"].rpartition(".")[0]
+        if row["verdict"] == Status.SKIP.value:
+            calls, reason = skipped.get(api, (0, row["reason"]))
+            skipped[api] = (calls + 1, reason)
+        else:
+            judged.add(api)
         verdicts = (row["verdict"], row["standard_verdict"])
         error = Status.ERROR.value in verdicts
         errors += error
@@ -206,7 +234,22 @@ def _failing(tables: RankTables, rank: int) -> tuple[list[Finding], int]:
             first[not error] = Finding(
                 not error, int(row["step"]), int(row["order"]), rank, _finding(row, rank)
             )
-    return list(first.values()), errors
+    unchecked = {api: entry for api, entry in skipped.items() if api not in judged}
+    return list(first.values()), errors, unchecked
+
+
+def _unchecked_lines(rank: int, unchecked: dict[str, tuple[int, str]]) -> list[str]:
+    """One line per API that went unchecked as a whole: a fault in it would not be seen."""
+    most = sorted(unchecked, key=lambda api: (-unchecked[api][0], api))
+    lines = [
+        f"rank {rank}: {api} is not checked at all: {_calls(unchecked[api][0])}, "
+        f"{unchecked[api][1] or 'nothing to compare'}"
+        for api in most[:_MOST_UNCHECKED]
+    ]
+    if len(most) > _MOST_UNCHECKED:
+        rest = len(most) - _MOST_UNCHECKED
+        lines.append(f"rank {rank}: {rest} more APIs are not checked at all")
+    return lines
 
 
 def _finding(row: dict[str, str], rank: int) -> str:

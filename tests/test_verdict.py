@@ -154,6 +154,14 @@ def test_a_legitimate_skip_does_not_fail(tmp_path: Path) -> None:
     assert "skipped 1" in result.text()
 
 
+def test_an_api_that_is_not_checked_at_all_is_named(tmp_path: Path) -> None:
+    """A fault in it would not be seen; one that is skipped now and then is no news."""
+    now_and_then = call_verdict("Tensor.mul.1", 5, Status.SKIP, outcome=Outcome.SKIPPED)
+    result = report(tmp_path, [PASS, skipped(1), skipped(2), now_and_then])
+    assert result.status == 0
+    assert result.warnings == ["rank 0: Torch.rand is not checked at all: 2 calls, random"]
+
+
 def test_missing_shards_fail(tmp_path: Path) -> None:
     closed = {"steps": {"0": {"shards": 3, "dropped": 0, "skipped": {}}}, "reason": "disabled"}
     result = report(tmp_path, [PASS], expected=closed, missing={0: 2})

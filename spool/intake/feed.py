@@ -79,6 +79,8 @@ class Feed(queue.Queue[Any]):
         lock.acquire()
         atexit.register(lock.release)
         self._settings.save()
+        # It is shown when the run fails, and must be this run's.
+        (self._settings.work.root / "logs" / "verdict.log").unlink(missing_ok=True)
         if not self._workflow.output_settings.verbose:
             quieten(logging.getLogger("snakemake.logging"))
         self._intake = Intake(self._settings, self._put_path, self._finish)
