@@ -6,7 +6,10 @@ are data inside it.
 
 from __future__ import annotations
 
+import importlib.util
+import platform
 import shutil
+import sys
 from pathlib import Path
 
 from spool.errors import SpoolError
@@ -32,6 +35,28 @@ def workflow_dir() -> Path:
     )
 
 
+def require_checker() -> None:
+    """Make sure that this Python can run the workflow.
+
+    Raises
+    ------
+    SpoolError
+        If it is too old, or a package of the checking host is missing.
+    """
+    # Also said where the training host's Python is new enough: it may be 3.10.
+    if sys.version_info < (3, 11):
+        raise SpoolError(
+            f"checking needs Python 3.11 or newer, because Snakemake 9 does; this is "
+            f"{platform.python_version()}: install on another one"
+        )
+    for package, command in (
+        ("snakemake", 'pip install "precision-spool[check]"'),
+        ("torch", "pip install torch, or use the Python that has yours"),
+    ):
+        if importlib.util.find_spec(package) is None:
+            raise SpoolError(f"checking needs {package}, which this Python lacks: {command}")
+
+
 def init(target: Path) -> list[Path]:
     """Write Snakefile, rules, scripts, config and profiles into `target`.
 
@@ -43,8 +68,10 @@ def init(target: Path) -> list[Path]:
     Raises
     ------
     SpoolError
-        If one of them is there already: nothing is overwritten.
+        If one of them is there already: nothing is overwritten. If this Python cannot
+        run the workflow.
     """
+    require_checker()
     source = workflow_dir()
     there = [part for part in PARTS if (target / part).exists()]
     if there:

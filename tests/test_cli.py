@@ -163,6 +163,18 @@ def test_a_place_that_cannot_be_written_is_one_line(
     assert "file" in line
 
 
+def test_a_python_that_cannot_check_is_one_line(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13))
+    for command in (["init", "new"], ["demo", "--dir", "new"]):
+        assert main(command) == 2
+        line = capsys.readouterr().err
+        assert line.startswith("spool: checking needs Python 3.11 or newer")
+        assert line.count("\n") == 1
+    assert not (here / "new").exists()
+
+
 def test_clear_leaves_a_living_trainer_alone(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

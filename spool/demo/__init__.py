@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from spool.errors import SpoolError
-from spool.workflow import workflow_dir
+from spool.workflow import require_checker, workflow_dir
 
 
 def main(directory: Path, cores: int = 2) -> int:
@@ -37,8 +37,10 @@ def main(directory: Path, cores: int = 2) -> int:
     Raises
     ------
     SpoolError
-        If `directory` holds something else than a demo, or a process failed.
+        If `directory` holds something else than a demo, a process failed, or this Python
+        cannot run the workflow.
     """
+    require_checker()
     prepare(directory)
     began = time.monotonic()
     print(
