@@ -141,15 +141,20 @@ def test_sigterm_while_the_trainer_waits_for_room(root):
 
 def test_sigterm_during_disable_is_delivered_after_it(root):
     body = """
+    import threading
     from spool.store import Store
     publish = Store.publish
+    worked = threading.Event()
     def slow(self, call):
         if call.index == 10:
+            worked.wait(60)
+            time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.3)
         return publish(self, call)
     Store.publish = slow
     work()
+    worked.set()
     spool.disable()
     time.sleep(60)
     """
