@@ -49,6 +49,7 @@ def dump_call(call: Call, regions: list[list[Any]]) -> bytes:
     """
     record = {
         **identity_of(call),
+        "overload": call.overload,
         "args": [_dump(item) for item in call.args],
         "kwargs": {key: _dump(item) for key, item in call.kwargs.items()},
         "outputs": _dump(call.outputs),

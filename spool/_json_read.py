@@ -40,6 +40,7 @@ MAX_EXTENT_BYTES = 1 << 37
 
 _BIG_INT = re.compile(r"-?0x[0-9a-f]{1,65537}")
 _FLOAT_BITS = re.compile(r"[0-9a-f]{16}")
+OVERLOAD = re.compile(r"[A-Za-z0-9_]{0,100}")
 DIRECTIONS = ("forward", "backward")
 DEFAULT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -80,6 +81,7 @@ class CallReader:
             mutated=self._mutated(record["mutated"]),
             context=_context(record["context"]),
             regions=[],
+            overload=_overload(record["overload"]),
         )
         self._check_refs()
         return call
@@ -264,7 +266,8 @@ _TAGS: dict[str, Callable[[CallReader, Any, int], Tree]] = {
     "torch": CallReader._torch,
     "tensor": CallReader._tensor,
 }
-_MEMBERS = frozenset(IDENTITY) | {"args", "kwargs", "outputs", "mutated", "context", "regions"}
+_TREES = {"args", "kwargs", "outputs", "mutated"}
+_MEMBERS = frozenset(IDENTITY) | _TREES | {"overload", "context", "regions"}
 _TENSOR_MEMBERS = {"region", "dtype", "shape", "stride", "offset", "device"}
 
 
@@ -322,6 +325,12 @@ def _among(value: Any, known: Container[str]) -> bool:
 def _integer(value: Any, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
         raise BadShard("a number in the call is out of range")
+    return value
+
+
+def _overload(value: Any) -> str:
+    if type(value) is not str or not OVERLOAD.fullmatch(value):
+        raise BadShard("the operator's overload is not a name")
     return value
 
 

@@ -12,16 +12,13 @@ name                   function
 ``Tensor.x``           ``torch.Tensor.x``
 ``Torch.x``            ``torch.x``, ``torch._foreach_x``, ``torch._fused_x_``
 ``Torch.linalg.x``     ``torch.linalg.x``; likewise ``fft`` and ``special``
+``Aten.x``             ``torch.ops.aten.x``, see `spool.atennames`
 ``NPU.x``              ``torch.ops.npu.x`` (a name only: replay has no such function)
 =====================  ====================================================
 
 One function may be reachable by several names (``torch.conv2d`` is
 ``torch.nn.functional.conv2d``). All resolve; `name_of` gives the first by the
 order of the table above, then public before private, shorter before longer.
-
-ATen operators (``torch.ops.aten.x``) have no name here. Many of their kernels trust
-indices, sizes and statistics that the public functions above them check, and write
-out of bounds if they are wrong.
 """
 
 from __future__ import annotations
@@ -29,12 +26,15 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional
 import torch.overrides
 from torch._ops import OpOverload, OpOverloadPacket
+
+from spool.atennames import overloads
 
 Function = Callable[..., Any]
 
@@ -121,6 +121,8 @@ def name_of(func: object) -> str | None:
     if isinstance(func, (OpOverload, OpOverloadPacket)):
         packet = func.overloadpacket if isinstance(func, OpOverload) else func
         namespace, _, op = str(packet._qualified_op_name).partition("::")
+        if namespace == "aten" and isinstance(func, OpOverload):
+            return f"Aten.{op}" if func._overloadname in overloads(op, _public()) else None
         return f"NPU.{op}" if namespace == "npu" else None
     try:
         return _tables()[1].get(func)
@@ -128,23 +130,48 @@ def name_of(func: object) -> str | None:
         return None
 
 
-def function_of(api: str) -> Function:
+def function_of(api: str, overload: str = "") -> Function:
     """The function that an API name stands for.
+
+    Parameters
+    ----------
+    api : str
+        Prefixed name without counter.
+    overload : str
+        Of an ATen operator.
 
     Raises
     ------
     Refused
         If the name is not in the table; nothing is imported or looked up for it.
     """
-    function = _tables()[0].get(api)
+    prefix, _, name = api.partition(".")
+    if prefix == "Aten":
+        function: Function | None = overloads(name, _public()).get(overload)
+    else:
+        function = None if overload else _tables()[0].get(api)
     if function is None:
         raise Refused(api)
     return function
 
 
 def names() -> list[str]:
-    """Every name that `function_of` takes, sorted."""
+    """Every name that `function_of` takes without an overload, sorted."""
     return sorted(_tables()[0])
+
+
+@functools.lru_cache(maxsize=1)
+def _public() -> frozenset[str]:
+    """ATen operators that are public functions of torch.
+
+    A function that torch writes in Python is not: it may check what the operator of its
+    name trusts.
+    """
+    return frozenset(
+        name.partition(".")[2].replace(".", "_")
+        for name, function in _tables()[0].items()
+        if not isinstance(function, FunctionType)
+    )
 
 
 @functools.lru_cache(maxsize=1)

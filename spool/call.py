@@ -127,6 +127,9 @@ class CallContext:
     stack : tuple of str
         ``file:line in function`` of the first frames outside torch and Spool,
         innermost first.
+    forward : str
+        Name of the forward call whose gradient an operator of the autograd engine
+        computes, if known, else "".
     """
 
     autocast: dict[str, str] = field(default_factory=dict)
@@ -140,6 +143,7 @@ class CallContext:
     torch_npu_version: str = ""
     module: str = ""
     stack: tuple[str, ...] = ()
+    forward: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +161,7 @@ class Call:
         `order` counts calls of the step as they were made; the elements of one
         list-of-tensors call share it.
     direction : str
-        ``forward`` or ``backward``.
+        ``forward``, or ``backward`` for operators that the autograd engine ran.
     args : tuple of trees; kwargs : dict of str to tree
         As they were *before* the call.
     outputs : tree
@@ -169,6 +173,9 @@ class Call:
     regions : list of numpy.ndarray
         One-dimensional. The bytes that the `TensorRef` leaves look into; inputs
         and outputs never share one, because they are of different times.
+    overload : str
+        Which overload of an ATen operator, e.g. ``Tensor`` or ``default``; "" for
+        every other API.
     """
 
     api: str
@@ -183,6 +190,7 @@ class Call:
     mutated: dict[str, TensorRef]
     context: CallContext
     regions: list[Region]
+    overload: str = ""
 
     @property
     def name(self) -> str:

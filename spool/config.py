@@ -59,7 +59,7 @@ class CaptureConfig:
     white_list, black_list : frozenset of str
         Base names; the black list is taken off the white list.
     backward : bool
-        Always False in this version.
+        Also capture the operators that the autograd engine runs.
     recompute : bool
         Accepted for msprobe's sake; needs no setting.
     queue_bytes : int
@@ -90,7 +90,7 @@ class CaptureConfig:
     list: tuple[str, ...] = ()
     white_list: frozenset[str] = frozenset()
     black_list: frozenset[str] = frozenset()
-    backward: bool = False
+    backward: bool = True
     recompute: bool = False
     queue_bytes: int = 2 * GIB
     writers: int = 2
@@ -244,12 +244,6 @@ def _flag(key: str, value: object) -> bool:
     return value
 
 
-def _backward(key: str, value: object) -> bool:
-    if _flag(key, value):
-        raise ConfigError(f"{key}=True: this version captures forward calls only; leave it out")
-    return False
-
-
 def _numbers(key: str, value: object) -> frozenset[int]:
     allowed = 'a list of numbers from 0 and spans such as [0, "2-4"]'
     items = value if isinstance(value, (list, tuple, set, frozenset, range)) else [value]
@@ -282,10 +276,13 @@ def _parts(key: str, value: object) -> tuple[str, ...]:
 
 
 def _forward(key: str, name: str) -> str:
-    """Take the direction off a full name; only forward calls exist."""
-    if name.endswith(".backward"):
-        raise ConfigError(f"{key}: {name!r} is a backward call; this version captures forward only")
-    return name.removesuffix(".forward")
+    """Take the direction off a full name: operators of the engine have a prefix of their own."""
+    if name.endswith(".backward") and not name.startswith("Aten."):
+        raise ConfigError(
+            f"{key}: {name!r} names the backward of a forward call, whose operators have names "
+            "of their own, such as Aten.mm.0; take them from the shards of a capture"
+        )
+    return name.removesuffix(".forward").removesuffix(".backward")
 
 
 def _scope(key: str, value: object) -> tuple[str, str] | None:
@@ -355,7 +352,7 @@ CHECKS: dict[str, Callable[[str, object], Any]] = {
     "list": _parts,
     "white_list": _bases,
     "black_list": _bases,
-    "backward": _backward,
+    "backward": _flag,
     "recompute": _flag,
     "queue_bytes": _amount,
     "writers": _writers,

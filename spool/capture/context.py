@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from dataclasses import dataclass
+from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
 from types import CodeType, FrameType
@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from spool.call import CallContext
+from spool.capture.origins import Place, origin_of_node
 
 STACK_FRAMES = 5
 _CALL_IMPL = torch.nn.Module._call_impl.__code__
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _SPOOL = str(Path(__file__).parent.parent) + "/"
 
@@ -46,14 +48,6 @@ def _classify(filename: str) -> _Origin:
     return _Origin.USER
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a call was made: module path and user's stack."""
-
-    module: str
-    stack: tuple[str, ...]
-
-
 class Places:
     """Looks at the stack above a call; remembers what file names and modules are."""
 
@@ -63,23 +57,41 @@ class Places:
             weakref.WeakKeyDictionary()
         )
 
-    def in_compiled_graph(self) -> bool:
+    def in_compiled_graph(self, *, in_engine: bool) -> bool:
         """Whether the call comes out of a graph that torch.compile made, at run time.
 
-        Such a call has generated code between itself and dynamo, and no code of
-        the user. What runs eagerly after a graph break comes from the user's code.
+        Such a call has generated code between itself and dynamo, or the autograd engine,
+        and no code of the user. What runs eagerly after a graph break comes from the
+        user's code.
         """
         generated = False
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
+        while frame is not None and frame.f_code is not _RUN_BACKWARD:
             origin = self._origin(frame.f_code)
             if origin is _Origin.USER:
                 return False
-            if origin is _Origin.DYNAMO and generated:
-                return True
             generated = generated or origin is _Origin.COMPILED
+            if generated and (in_engine or origin is _Origin.DYNAMO):
+                return True
             frame = frame.f_back
         return False
+
+    def in_engine(self) -> Place:
+        """The place of an operator of the engine: that of the forward call it belongs to.
+
+        The user's own code inside the engine, a hook or a custom ``backward``, comes
+        first on the stack.
+        """
+        forward = origin_of_node()
+        if forward is None:
+            return self.here()
+        stack: list[str] = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not _RUN_BACKWARD:
+            if self._origin(frame.f_code) is _Origin.USER:
+                stack.append(_line(frame))
+            frame = frame.f_back
+        return replace(forward, stack=(*stack, *forward.stack)[:STACK_FRAMES])
 
     def here(self) -> Place:
         """The place of the call that is being made."""
@@ -93,7 +105,7 @@ class Places:
                 innermost = innermost or frame
                 outermost = frame
             elif len(stack) < STACK_FRAMES and self._origin(code) is _Origin.USER:
-                stack.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
+                stack.append(_line(frame))
             frame = frame.f_back
         return Place(self._module(innermost, outermost), tuple(stack))
 
@@ -142,6 +154,10 @@ class _Paths:
         return entry[1] if entry is not None and entry[0]() is module else None
 
 
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
 class Settings:
     """Reads torch's settings at a call; knows once which devices and versions there are."""
 
@@ -150,10 +166,11 @@ class Settings:
         self._torch_version = str(torch.__version__)
         self._npu_version = npu_version()
 
-    def context(self, place: Place, device: str) -> CallContext:
+    def context(self, place: Place, device: str, *, in_engine: bool = False) -> CallContext:
         """Context of a call at `place` whose first tensor is on `device`."""
         return CallContext(
-            autocast=self._autocast(),
+            # It has done its casts above an operator of the engine.
+            autocast={} if in_engine else self._autocast(),
             grad_enabled=torch.is_grad_enabled(),
             inference_mode=torch.is_inference_mode_enabled(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -164,6 +181,7 @@ class Settings:
             torch_npu_version=self._npu_version,
             module=place.module,
             stack=place.stack,
+            forward=place.forward,
         )
 
     def _autocast(self) -> dict[str, str]:

@@ -1,8 +1,9 @@
 """The function mode that sees forward calls, and its life on torch's mode stack.
 
-Operators that the autograd engine runs are not seen here: they do not pass the
-function protocol. Any function mode switches off one fast path of torch, the fused
-kernel of ``nn.TransformerEncoderLayer`` in evaluation; its parts are captured then.
+Operators that the autograd engine runs do not pass the function protocol: the calls
+that start the engine do, and `spool.capture.engine` goes on from there. Any function
+mode switches off one fast path of torch, the fused kernel of
+``nn.TransformerEncoderLayer`` in evaluation; its parts are captured then.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.overrides
 from torch.overrides import TorchFunctionMode
 
+from spool.capture.engine import ENTRIES, run_engine
 from spool.capture.recorder import Recorder
 
 _push: Any = torch.overrides._push_mode
@@ -44,6 +46,8 @@ class Interceptor(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if not self._recorder.active:
             return func(*args, **(kwargs or {}))
+        if func in ENTRIES:
+            return run_engine(self._recorder, func, args, kwargs or {})
         return self._recorder.run(func, args, kwargs or {})
 
     def place(self) -> None:

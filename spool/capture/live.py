@@ -61,7 +61,9 @@ class Live:
             watermark=watermark,
         )
         pool = PinnedPool(config.queue_bytes // 4)
-        self.recorder = Recorder(self._sink, rank, Filters(config), config.max_call_bytes, pool)
+        self.recorder = Recorder(
+            self._sink, rank, Filters(config), config.max_call_bytes, pool, config.backward
+        )
         self.mode = Interceptor(self.recorder)
         self._thread = threading.get_ident()
         self._step = 0

@@ -9,12 +9,14 @@ counters add what nobody listed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
+from spool.capture.naming import Identity
 from spool.capture.values import Tensors, tensors
 from spool.names import base_name
 
@@ -78,8 +80,9 @@ _OPERATORS: dict[str, _Writes] = {
         )
     ),
 }
-_TABLE |= {f"Torch.{op}": writes for op, writes in _OPERATORS.items()}
+_TABLE |= {f"{prefix}.{op}": w for op, w in _OPERATORS.items() for prefix in ("Torch", "Aten")}
 
+_NEVER = 1_000  # the position of an argument that is given by name only
 _SELF = _Writes((_Argument("self", 0),))
 _OUT = "out"
 
@@ -99,13 +102,23 @@ def _writes(api: str) -> _Writes | None:
     return None
 
 
+@functools.cache
+def _overload_writes(overload: OpOverload) -> _Writes | None:
+    return _declared([overload._schema], outputs=True)
+
+
 def _schema_writes(operator: str) -> _Writes | None:
+    # An output is named, never positional, and found under its own name.
+    return _declared(torch._C._jit_get_schemas_for_operator(operator), outputs=False)
+
+
+def _declared(schemas: Iterable[Any], *, outputs: bool) -> _Writes | None:
+    """What operator schemas say is written."""
     found = {
-        _Argument(argument.name, position)
-        for schema in torch._C._jit_get_schemas_for_operator(operator)
+        _Argument(argument.name, _NEVER if argument.kwarg_only else position)
+        for schema in schemas
         for position, argument in enumerate(schema.arguments)
-        # An output is named, never positional, and found under its own name.
-        if argument.is_write and not argument.is_out
+        if argument.is_write and (outputs or not argument.is_out)
     }
     return _Writes(tuple(sorted(found, key=lambda a: a.position))) if found else None
 
@@ -143,20 +156,24 @@ class Watch:
         return {path: tensor for path, tensor in changed.items() if id(tensor) not in returned}
 
 
-def watch(api: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Tensors) -> Watch:
+def watch(
+    identity: Identity, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: Tensors
+) -> Watch:
     """Look at a call's arguments before it runs.
 
     Parameters
     ----------
-    api : str
-        Prefixed API name.
+    identity : Identity
+        Its schema, if it has one, else its name tells what is written.
     args, kwargs
         Live arguments.
     found : list of (path, Tensor)
         The tensors among them.
     """
     expected: dict[str, torch.Tensor] = {}
-    rule = _writes(api)
+    rule = _writes(identity.api)
+    if rule is None and identity.overload is not None:
+        rule = _overload_writes(identity.overload)
     if rule is not None and rule.apply(args, kwargs):
         for argument in rule.written:
             given = argument.of(args, kwargs)

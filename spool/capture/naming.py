@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from torch._ops import OpOverload, OpOverloadPacket
 
 from spool.apinames import name_of
-from spool.capture.denylist import COLLECTIVES, CONVERSIONS, DENIED
+from spool.capture.denylist import COLLECTIVES, CONVERSIONS, DENIED, is_silent
 from spool.names import base_name
 
 # Enough for every function of torch; a program that keeps making new ones must not grow it.
@@ -24,30 +24,62 @@ class Kind(Enum):
     CONVERSION = "captured if it converts"
     LIST = "captured per list element"
     SILENT = "not a call"
+    UNKNOWN = "not one that replay knows"
     DISTRIBUTED = "distributed"
     CUSTOM = "custom operator"
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A function's API name and kind; the name is empty unless it is captured."""
+    """A function's API name and kind; the name is empty unless it is captured.
+
+    Parameters
+    ----------
+    kind : Kind
+    api : str
+    overload : OpOverload or None
+        Of an operator that torch's dispatcher reported.
+    """
 
     kind: Kind
     api: str = ""
+    overload: OpOverload | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why calls of this function are left alone and counted; None if they are not."""
+        if self.kind is Kind.UNKNOWN:
+            return f"operator without replay: {self.api}"
+        return self.kind.value if self.kind in (Kind.DISTRIBUTED, Kind.CUSTOM) else None
 
 
 def _identify(func: Any) -> Identity:
     if isinstance(func, (OpOverload, OpOverloadPacket)):
-        namespace = _namespace(func)
-        if namespace in COLLECTIVES:
-            return Identity(Kind.DISTRIBUTED)
-        if namespace not in ("npu", "prim", "prims", "profiler"):
-            return Identity(Kind.CUSTOM)
-    elif str(getattr(func, "__module__", "")).startswith("torch.distributed"):
+        return _identify_operator(func)
+    if str(getattr(func, "__module__", "")).startswith("torch.distributed"):
         return Identity(Kind.DISTRIBUTED)
     api = name_of(func)
-    if api is None:
+    return Identity(Kind.SILENT) if api is None else _by_name(api)
+
+
+def _identify_operator(func: OpOverload | OpOverloadPacket) -> Identity:
+    namespace = _namespace(func)
+    if namespace in COLLECTIVES:
+        return Identity(Kind.DISTRIBUTED)
+    if namespace in ("prim", "prims", "profiler"):
         return Identity(Kind.SILENT)
+    overload = func if isinstance(func, OpOverload) else None
+    if namespace == "aten" and overload is not None:
+        if is_silent(overload):
+            return Identity(Kind.SILENT)
+        if name_of(overload) is None:
+            return Identity(Kind.UNKNOWN, str(overload).removesuffix(".default"))
+    elif namespace != "npu":  # which overload of ATen, would have to be told from the arguments
+        return Identity(Kind.CUSTOM)
+    return replace(_by_name(str(name_of(func))), overload=overload)
+
+
+def _by_name(api: str) -> Identity:
     base = base_name(api)
     if base in DENIED:
         return Identity(Kind.SILENT)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from spool.capture.context import Places, Settings
 from spool.capture.exits import raised_by_handler
 from spool.capture.filters import Filters
 from spool.capture.ledger import Ledger, amount
+from spool.capture.leftalone import FUNCTORCH, in_transform, tracing, why_left_alone
 from spool.capture.listcalls import Arguments, count_elements, split_arguments, split_result
 from spool.capture.mutation import Watch, watch
 from spool.capture.naming import Counters, Identity, Kind, Names
+from spool.capture.origins import Place, edges, mark
 from spool.capture.sink import Record, Sink
 from spool.capture.snapshot import PinnedPool, Transfers
 from spool.capture.values import (
@@ -33,23 +35,19 @@ from spool.capture.values import (
     stored_bytes,
     tensors,
 )
-from spool.names import base_name
 from spool.tensors import Unsupported
 
 logger = logging.getLogger("spool")
 
 TOO_LARGE_CALL = "larger than max_call_bytes"
-COMPILED = "compiled graph"
 HOOK_FAILED = "hook failed"
-
-_LEFT_ALONE = {Kind.DISTRIBUTED: "distributed", Kind.CUSTOM: "custom operator"}
 
 
 @dataclass
 class _Half:
     """A call whose arguments are taken and whose result is to come."""
 
-    api: str
+    identity: Identity
     index: int
     order: int
     ledger: Ledger
@@ -71,6 +69,9 @@ class _Pending:
     is_list: bool
     own_input: object
     context: CallContext
+    direction: str = "forward"
+    origin: Place | None = None
+    edges: list[Any] = field(default_factory=list)
 
 
 class Recorder:
@@ -83,12 +84,21 @@ class Recorder:
     filters : Filters
     max_call_bytes : int
     pool : PinnedPool
+    backward : bool
+        Whether operators of the autograd engine are captured.
     """
 
     def __init__(
-        self, sink: Sink, rank: int, filters: Filters, max_call_bytes: int, pool: PinnedPool
+        self,
+        sink: Sink,
+        rank: int,
+        filters: Filters,
+        max_call_bytes: int,
+        pool: PinnedPool,
+        backward: bool,
     ) -> None:
         self.active = False
+        self._backward = backward
         self._sink = sink
         self._rank = rank
         self._filters = filters
@@ -110,12 +120,37 @@ class Recorder:
             self._counters = Counters()
             self._filters.new_step()
 
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function that the function protocol reported, captured if it is a call.
+    def wants_engine(self) -> bool:
+        """Whether operators of the autograd engine, started now, are captured."""
+        if not self.active or not self._backward:
+            return False
+        reason = tracing() or (FUNCTORCH if in_transform() else None)
+        if reason is not None:
+            self._sink.skip(self.ledger, reason)
+        return reason is None
+
+    def run(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        in_engine: bool = False,
+    ) -> Any:
+        """Run a function that torch reported, captured if it is a call.
 
         The function's result is returned as it is, and its exceptions propagate.
+
+        Parameters
+        ----------
+        func : callable
+            From the function protocol; from the dispatcher if `in_engine`.
+        args, kwargs
+            Live.
+        in_engine : bool
+            The autograd engine runs it.
         """
-        pending = self._before(func, args, kwargs)
+        pending = self._before(func, args, kwargs, in_engine)
         if pending is None:
             return func(*args, **kwargs)
         try:
@@ -129,7 +164,11 @@ class Recorder:
     # Before the call.
 
     def _before(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        in_engine: bool,
     ) -> _Pending | None:
         try:
             with torch._C.DisableTorchFunction():
@@ -137,9 +176,11 @@ class Recorder:
                 if identity.kind is Kind.SILENT:
                     return None
                 found = call_tensors(args, kwargs)
-                if self._leave_alone(identity, found):
+                reason = why_left_alone(identity, found, self._places, in_engine=in_engine)
+                if reason is not None:
+                    self._sink.skip(self.ledger, reason)
                     return None
-                return self._take(identity, args, kwargs, found)
+                return self._take(identity, args, kwargs, found, in_engine)
         except Unsupported as error:
             self._sink.skip(self.ledger, error.reason)
         except Exception as error:
@@ -148,19 +189,13 @@ class Recorder:
             self._failed("before", func)
         return None
 
-    def _leave_alone(self, identity: Identity, found: Tensors) -> bool:
-        """Whether to stay out of the way of this call; counts why."""
-        reason = _LEFT_ALONE.get(identity.kind) or _tracing()
-        if reason is None and self._places.in_compiled_graph():
-            reason = COMPILED
-        if reason is None:
-            reason = _foreign(identity, found)
-        if reason is not None:
-            self._sink.skip(self.ledger, reason)
-        return reason is not None
-
     def _take(
-        self, identity: Identity, args: tuple[Any, ...], kwargs: dict[str, Any], found: Tensors
+        self,
+        identity: Identity,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        found: Tensors,
+        in_engine: bool,
     ) -> _Pending | None:
         if any(is_distributed(tensor) for _, tensor in found):
             args, kwargs = map_tensors(args, local_shard), map_tensors(kwargs, local_shard)
@@ -174,12 +209,18 @@ class Recorder:
             return None
         parts = split_arguments(api, args, kwargs, elements) if is_list else [(args, kwargs)]
         device = str(found[0][1].device) if found else "cpu"
-        context = self._settings.context(self._places.here(), device)
+        place = self._places.in_engine() if in_engine else self._places.here()
+        context = self._settings.context(place, device, in_engine=in_engine)
         pending = _Pending([], elements, is_list, _own_input(identity, args), context)
+        if in_engine:
+            pending.direction = "backward"
+        elif self._backward and context.grad_enabled:
+            pending.origin = replace(place, forward=f"{api}.{first}")
+            pending.edges = edges(tensor for _, tensor in found)
         try:
             for number in wanted:
                 held = sum(half.room for _, half in pending.halves)
-                half = self._half(api, first + number, order, parts[number], ledger, held)
+                half = self._half(identity, first + number, order, parts[number], ledger, held)
                 if half is not None:
                     pending.halves.append((number, half))
         except BaseException:
@@ -200,14 +241,20 @@ class Recorder:
             )
 
     def _half(
-        self, api: str, index: int, order: int, arguments: Arguments, ledger: Ledger, held: int
+        self,
+        identity: Identity,
+        index: int,
+        order: int,
+        arguments: Arguments,
+        ledger: Ledger,
+        held: int,
     ) -> _Half | None:
         """Take the arguments of one element's call; None if it may not be captured."""
         args, kwargs = arguments
         found = call_tensors(args, kwargs)
         room = stored_bytes([tensor for _, tensor in found])
         if room > self._max_call_bytes:
-            self._too_large(f"{api}.{index}", room, ledger)
+            self._too_large(f"{identity.api}.{index}", room, ledger)
             return None
         if self._refused(self._sink.reserve(room, ledger, held), ledger):
             return None
@@ -221,7 +268,7 @@ class Recorder:
         exact = sum(region.nbytes for region in regions)
         self._sink.adjust(room, exact)
         return _Half(
-            api=api,
+            identity=identity,
             index=index,
             order=order,
             ledger=ledger,
@@ -230,7 +277,7 @@ class Recorder:
             regions=regions,
             transfers=transfers,
             room=exact,
-            watch=watch(api, args, kwargs, found),
+            watch=watch(identity, args, kwargs, found),
         )
 
     def _refused(self, reason: str | None, ledger: Ledger) -> bool:
@@ -251,13 +298,13 @@ class Recorder:
                 parts = split_result(result, pending.elements) if pending.is_list else [result]
                 while pending.halves:
                     number, half = pending.halves[0]
-                    self._complete(half, parts[number], pending.context)
+                    self._complete(half, parts[number], pending)
                     pending.halves.pop(0)
         except Unsupported as error:
             self._sink.skip(pending.halves[0][1].ledger, error.reason, calls=len(pending.halves))
             self._abandon(pending)
         except Exception as error:
-            api = pending.halves[0][1].api if pending.halves else ""
+            api = pending.halves[0][1].identity.api if pending.halves else ""
             self._abandon(pending)
             if raised_by_handler(error):
                 raise
@@ -266,13 +313,13 @@ class Recorder:
             self._abandon(pending)
             raise
 
-    def _complete(self, half: _Half, result: Any, context: CallContext) -> None:
+    def _complete(self, half: _Half, result: Any, pending: _Pending) -> None:
         """Take the result and the written arguments, and hand the call over."""
         written = half.watch.written(result)
         found = [tensor for _, tensor in tensors(result, "")]
         size = stored_bytes([*found, *written.values()])
         if half.room + size > self._max_call_bytes:
-            self._too_large(f"{half.api}.{half.index}", half.room + size, half.ledger)
+            self._too_large(f"{half.identity.api}.{half.index}", half.room + size, half.ledger)
             self._drop(half)
             return
         if self._refused(self._sink.reserve(size, half.ledger, half.room), half.ledger):
@@ -285,19 +332,23 @@ class Recorder:
         self._sink.adjust(half.room, exact)
         half.room = exact
         mutated: dict[str, TensorRef] = dict(zip(written, trees[1:], strict=True))
+        overload = half.identity.overload
+        if pending.origin is not None:
+            mark(edges([*found, *written.values()]), pending.edges, pending.origin)
         call = Call(
-            api=half.api,
+            api=half.identity.api,
             index=half.index,
             rank=self._rank,
             step=half.ledger.step,
             order=half.order,
-            direction="forward",
+            direction=pending.direction,
             args=half.args,
             kwargs=half.kwargs,
             outputs=trees[0],
             mutated=mutated,
-            context=context,
+            context=pending.context,
             regions=regions,
+            overload=overload._overloadname if overload is not None else "",
         )
         half.is_submitted = True
         self._sink.submit(Record(call, half.transfers, half.room), half.ledger)
@@ -328,52 +379,15 @@ class Recorder:
             )
 
 
-def _tracing() -> str | None:
-    """Whether torch is recording operators rather than computing."""
-    if torch._C._get_tracing_state() is not None:
-        return "torch.jit tracing"
-    cuda: Any = torch.cuda
-    if cuda.is_initialized() and cuda.is_current_stream_capturing():
-        return "graph capture"
-    return None
-
-
-def _foreign(identity: Identity, found: Tensors) -> str | None:
-    """Why a call's tensors are no values that can be stored."""
-    for _, tensor in found:
-        if type(tensor).__name__ == "FakeTensor":
-            return "fake tensor"
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return "functorch"
-        if tensor.is_meta:
-            return "meta tensor"
-        if is_distributed(tensor) and not _elementwise(identity):
-            return "DTensor"
-    return None
-
-
-def _elementwise(identity: Identity) -> bool:
-    """Whether a call on DTensors is surely the same call on their local shards.
-
-    In-place and optimizer calls cannot redistribute what they write; others may.
-    """
-    base = base_name(identity.api)
-    return identity.kind is Kind.LIST or (base.endswith("_") and not base.endswith("__"))
-
-
 def _own_input(identity: Identity, args: tuple[Any, ...]) -> object:
     """The input of a conversion, which returns it if there is nothing to convert."""
     return args[0] if identity.kind is Kind.CONVERSION and args else None
 
 
 def _nothing_done(own_input: object, result: object) -> bool:
-    """Whether a conversion computed nothing: same tensor, or the same bits elsewhere."""
+    """Whether a conversion computed nothing: same tensor, or a copy of its bits."""
     if own_input is None or not isinstance(own_input, torch.Tensor):
         return False
     if result is own_input or not isinstance(result, torch.Tensor):
         return True
-    return (
-        result.device != own_input.device
-        and result.dtype == own_input.dtype
-        and result.stride() == own_input.stride()
-    )
+    return result.dtype == own_input.dtype and result.stride() == own_input.stride()

@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from spool.apinames import Function
 from spool.call import Call
 from spool.errors import BadShard
 from spool.records import CallHeader, Outcome
 from spool.replay.admission import check_arguments
+from spool.replay.backward import check_operator
 from spool.replay.estimate import check_call, check_stored
 from spool.replay.execute import (
     Bench,
@@ -72,7 +74,7 @@ def replay_call(call: Call, header: CallHeader, bench: Bench, limit: int) -> Cal
         If the device failed in a way that later calls would feel.
     """
     try:
-        function = resolve(call.api)
+        function = resolve(call.api, call.overload)
         return _retried(lambda: _replay(call, header, function, bench, limit), bench)
     except NoReference as skip:
         return CallResult(header, Outcome.SKIPPED, skip.reason)
@@ -120,6 +122,8 @@ def _replay(
     arguments = thaw_arguments(call, bench.device)
     check_arguments(call.api, arguments)
     check_values(call.api, arguments)
+    if isinstance(function, OpOverload):
+        check_operator(function, arguments)
     kind = determinism(call.api, *arguments)
     if kind is not Determinism.ORDINARY:
         header = replace(header, random=kind is not Determinism.UNINITIALISED)

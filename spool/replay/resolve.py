@@ -21,13 +21,15 @@ class NoReference(Exception):
         self.reason = reason
 
 
-def resolve(api: str) -> Function:
+def resolve(api: str, overload: str = "") -> Function:
     """The function that replays an API.
 
     Parameters
     ----------
     api : str
         Prefixed name without counter, from a shard.
+    overload : str
+        Of an ATen operator, from a shard.
 
     Raises
     ------
@@ -41,6 +43,6 @@ def resolve(api: str) -> Function:
     if prefix == "NPU":
         raise NoReference(f"no reference for {name}")
     try:
-        return apinames.function_of(api)
+        return apinames.function_of(api, overload)
     except apinames.Refused:
         raise BadShard(f"asks for {api[:80]!r}, which is refused") from None

@@ -32,7 +32,7 @@ def again(call: Call) -> None:
         settings.enter_context(torch.no_grad())
         for device, dtype in call.context.autocast.items():
             settings.enter_context(torch.autocast(device, dtype=getattr(torch, dtype)))
-        result = function_of(call.api)(*args, **kwargs)
+        result = function_of(call.api, call.overload)(*args, **kwargs)
     written = []
     for path in call.mutated:
         kind, first, *rest = path.split(".")

@@ -258,14 +258,14 @@ def test_reading_a_number_is_not_a_call_but_the_sum_is(spooled):
     assert spooled.names() == ["Tensor.sum.0", "Tensor.sum.1", "Tensor.gt.0"]
 
 
-def test_engine_runs_unseen_and_gradients_are_right(spooled):
+def test_without_backward_the_engine_runs_unseen(spooled):
     x = torch.tensor([2.0], requires_grad=True)
 
     def body():
         (x * x).sum().backward()
         torch.autograd.grad((x * x).sum(), x)
 
-    spooled.capture(body)
+    spooled.capture(body, backward=False)
     assert spooled.names() == ["Tensor.mul.0", "Tensor.sum.0", "Tensor.mul.1", "Tensor.sum.1"]
     assert x.grad is not None
     assert x.grad.tolist() == [4.0]
@@ -285,7 +285,7 @@ def test_checkpointed_forward_is_captured_once(spooled):
     import spool
 
     spool.disable()
-    assert [n for n in spooled.names() if "sin" in n] == ["Torch.sin.0", "Torch.sin.1"]
+    assert [n for n in spooled.names() if ".sin." in n] == ["Torch.sin.0", "Torch.sin.1"]
     assert torch.equal(*grads)
 
 

@@ -1,0 +1,73 @@
+"""Calls that capture stays out of: what torch only records, and tensors without values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from spool.capture.context import Places
+from spool.capture.naming import Identity, Kind
+from spool.capture.values import Tensors, is_distributed
+from spool.names import base_name
+
+COMPILED = "compiled graph"
+FUNCTORCH = "functorch"
+
+
+def why_left_alone(
+    identity: Identity, found: Tensors, places: Places, *, in_engine: bool
+) -> str | None:
+    """Why a call is not captured, whatever the user asked for; None if it is.
+
+    Parameters
+    ----------
+    identity : Identity
+    found : list of (path, Tensor)
+        The tensors among its arguments.
+    places : Places
+    in_engine : bool
+        The autograd engine runs it.
+    """
+    reason = identity.reason or tracing()
+    if reason is None and places.in_compiled_graph(in_engine=in_engine):
+        reason = COMPILED
+    return reason or _foreign(identity, found)
+
+
+def in_transform() -> bool:
+    """Whether a functorch transform is at work, whose engine runs on wrapped tensors."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def tracing() -> str | None:
+    """Whether torch is recording operators rather than computing."""
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit tracing"
+    cuda: Any = torch.cuda
+    if cuda.is_initialized() and cuda.is_current_stream_capturing():
+        return "graph capture"
+    return None
+
+
+def _foreign(identity: Identity, found: Tensors) -> str | None:
+    """Why a call's tensors are no values that can be stored."""
+    for _, tensor in found:
+        if type(tensor).__name__ == "FakeTensor":
+            return "fake tensor"
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return FUNCTORCH
+        if tensor.is_meta:
+            return "meta tensor"
+        if is_distributed(tensor) and not _elementwise(identity):
+            return "DTensor"
+    return None
+
+
+def _elementwise(identity: Identity) -> bool:
+    """Whether a call on DTensors is surely the same call on their local shards.
+
+    In-place and optimizer calls cannot redistribute what they write; others may.
+    """
+    base = base_name(identity.api)
+    return identity.kind is Kind.LIST or (base.endswith("_") and not base.endswith("__"))

@@ -1,0 +1,316 @@
+"""Operators that the autograd engine runs: all of them, once, and nothing changes."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+import spool
+
+
+def bases(calls: list[Any], direction: str = "backward") -> Counter[str]:
+    return Counter(call.api for call in calls if call.direction == direction)
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    torch.manual_seed(len(shape))
+    return torch.randn(shape, requires_grad=True)
+
+
+def by_method(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    y.backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def by_function(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    torch.autograd.backward([y])
+    assert x.grad is not None
+    return x.grad
+
+
+def by_grad(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(y, x)[0]
+
+
+@pytest.mark.parametrize("way", [by_method, by_function, by_grad])
+def test_every_way_into_the_engine(spooled, way):
+    x, w = leaf(3, 4), leaf(5, 4)
+    plain = way(F.gelu(F.linear(x, w)).sum(), x).clone()
+    x.grad = None
+    got = []
+    calls = spooled.capture(lambda: got.append(way(F.gelu(F.linear(x, w)).sum(), x)))
+    assert torch.equal(got[0], plain)
+    found = bases(calls)
+    assert found["Aten.gelu_backward"] == 1
+    assert found["Aten.mm"] == (1 if way is by_grad else 2)
+    backward = [call for call in calls if call.direction == "backward"]
+    assert [call.order for call in backward] == sorted(call.order for call in backward)
+    assert all(call.overload for call in backward)
+    assert all(not call.overload for call in calls if call.direction == "forward")
+
+
+def test_names_places_and_context(spooled):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.inner(x).tanh()
+
+    net = Net()
+
+    def body():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            net(torch.ones(3, 4)).float().sum().backward()
+
+    calls = spooled.capture(body)
+    (tanh,) = [call for call in calls if call.api == "Aten.tanh_backward"]
+    assert (tanh.context.forward, tanh.context.module) == ("Tensor.tanh.0", "Net")
+    assert tanh.context.stack[0].endswith("in forward")
+    assert tanh.context.autocast == {}, "autocast casts above an operator"
+    assert not tanh.context.grad_enabled
+    products = [call for call in calls if call.api == "Aten.mm"]
+    assert {call.context.module for call in products} == {"Net.inner"}
+    assert {call.context.forward for call in products} == {"Functional.linear.0"}
+    assert products[0].args[0].dtype == "bfloat16"
+    assert [call.name for call in products] == ["Aten.mm.0"]
+
+
+def test_double_backward(spooled):
+    def run():
+        x = leaf(4)
+        (first,) = torch.autograd.grad((x * x * x).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        return second
+
+    plain = run()
+    got = []
+    calls = spooled.capture(lambda: got.append(run()))
+    assert torch.equal(got[0], plain)
+    assert bases(calls)["Aten.mul"] >= 8
+
+
+def test_hooks_and_custom_functions_are_operators(spooled):
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return torch.special.expit(grad)
+
+    def body():
+        x = leaf(4)
+        x.register_hook(lambda grad: grad.cosh())
+        Twice.apply(x).sum().backward()
+
+    calls = spooled.capture(body)
+    found = bases(calls)
+    assert found == {"Aten.sigmoid": 1, "Aten.cosh": 1}
+    (hook,) = [call for call in calls if call.api == "Aten.cosh"]
+    assert "in <lambda>" in hook.context.stack[0]
+    assert bases(calls, "forward")["Tensor.mul"] == 1
+
+
+def test_in_place_operators_have_their_inputs_from_before(spooled):
+    x = leaf(3)
+    x.grad = torch.full((3,), 7.0)
+    before = x.grad
+    calls = spooled.capture(lambda: (x * 2).sum().backward())
+    assert x.grad is before
+    (add,) = [call for call in calls if call.api == "Aten.add_"]
+    assert add.regions[add.args[0].region].tolist() == [7.0] * 3
+    assert add.regions[add.outputs.region].tolist() == [9.0] * 3
+
+
+def test_optimizer_in_a_hook_is_split_per_tensor(spooled):
+    x, y = leaf(3), leaf(2)
+
+    def step(_):
+        torch._foreach_add_([x.data, y.data], [torch.ones(3), torch.ones(2)], alpha=0.5)
+
+    x.register_post_accumulate_grad_hook(step)
+    calls = spooled.capture(lambda: (x.sum() + y.sum()).backward())
+    parts = [call for call in calls if call.api == "Aten._foreach_add_"]
+    assert [call.name for call in parts] == ["Aten._foreach_add_.0", "Aten._foreach_add_.1"]
+    assert len({call.order for call in parts}) == 1
+    assert [len(call.mutated) for call in parts] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("way", "create_graph"),
+    [
+        *[(way, False) for way in ("none", "reentrant", "nonreentrant", "selective")],
+        *[(way, True) for way in ("none", "nonreentrant", "selective")],
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_recomputation_is_not_captured_again(spooled, way, create_graph):
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+
+    def block(x):
+        if way == "none":
+            return layer(x)
+        more: dict[str, Any] = {"use_reentrant": way == "reentrant"}
+        if way == "selective":
+            from functools import partial
+
+            from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+            save = [torch.ops.aten.addmm.default]
+            more["context_fn"] = partial(create_selective_checkpoint_contexts, save)
+        return checkpoint(layer, x, **more)
+
+    def run():
+        layer.zero_grad()
+        x = leaf(3, 4)
+        block(block(x)).square().sum().backward(create_graph=create_graph)
+        return [p.grad.detach().clone() for p in layer.parameters()]
+
+    plain = run()
+    got = []
+    calls = spooled.capture(lambda: got.extend(run()))
+    assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+    assert bases(calls, "forward")["Functional.linear"] == 4
+    assert bases(calls, "forward")["Functional.gelu"] == 2
+    found = bases(calls)
+    assert found["Aten.gelu"] == found["Aten.addmm"] == 0
+    assert found["Aten.gelu_backward"] == 2
+    assert found["Aten.mm"] == 8
+
+
+def test_checkpoint_gives_the_same_names(spooled, tmp_path):
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+    names = []
+    for number, way in enumerate((layer, lambda x: checkpoint(layer, x, use_reentrant=False))):
+        layer.zero_grad()
+        root = tmp_path / str(number)
+        with spool.enable(spool_dir=root):
+            way(leaf(3, 4)).square().sum().backward()
+        names.append(sorted(entry.name for entry in spool.store.Store.open(root).shards(0, 0)))
+    assert names[0] == names[1]
+
+
+def test_another_mode_around_and_inside(spooled):
+    class Seen(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.operators = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.operators.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def run(mode):
+        x = leaf(4)
+        y = F.gelu(x).sum()
+        with mode:
+            y.backward()
+        return mode.operators
+
+    plain = run(Seen())
+    got = []
+    calls = spooled.capture(lambda: got.extend(run(Seen())))
+    assert got == plain, "another mode sees what it saw, and none of our copies"
+    assert bases(calls)["Aten.gelu_backward"] == 1
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_an_exception_in_the_engine_propagates(spooled):
+    x = leaf(4)
+
+    def fail(_):
+        raise KeyError("mine")
+
+    x.register_hook(fail)
+    with spooled.enable(), pytest.raises(KeyError, match="mine"):
+        (x.sin() * 2).sum().backward()
+    assert _get_current_dispatch_mode_stack() == []
+    assert bases(spooled.calls())["Aten.cos"] == 1
+
+
+def test_backward_false_leaves_the_engine_alone(spooled):
+    seen = []
+    x = leaf(4)
+    x.register_hook(lambda _: seen.append(len(_get_current_dispatch_mode_stack())))
+    calls = spooled.capture(lambda: x.sin().sum().backward(), backward=False)
+    assert bases(calls) == {}
+    assert seen == [0]
+
+
+def test_stopped_capture_enters_no_mode(spooled):
+    seen = []
+    x = leaf(4)
+    x.register_hook(lambda _: seen.append(len(_get_current_dispatch_mode_stack())))
+    session = spooled.enable()
+    session.stop()
+    x.sin().sum().backward()
+    assert seen == [0]
+
+
+def test_an_engine_of_another_thread_is_not_captured(spooled):
+    def work():
+        leaf(4).sin().sum().backward()
+
+    def body():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    assert spooled.capture(body) == []
+
+
+def test_operators_that_replay_does_not_know_are_counted_by_name(spooled):
+    lengths = torch.tensor([3])
+    with spooled.enable():
+        x = leaf(5, 1, 4)
+        loss = F.ctc_loss(x.log_softmax(-1), torch.tensor([[1, 2]]), lengths + 2, lengths - 1)
+        loss.backward()
+    skipped = spooled.store().step_closed(0, 0).skipped
+    assert skipped == {"operator without replay: aten._ctc_loss_backward": 1}
+
+
+def test_views_add_nothing(spooled):
+    def body():
+        x = leaf(4, 4)
+        x.view(2, 8).t().unsqueeze(0).sum().backward()
+
+    calls = spooled.capture(body)
+    assert bases(calls) == {}, "the gradient of views and of a sum is views"
+
+
+def test_looking_at_the_graph_does_not_change_it(spooled):
+    """In-place changes of views make nodes when they are looked at; the order must stay."""
+
+    def run():
+        base = leaf(6, 3) * 1
+        view = base[1:3]
+        view.mul_(3.0)
+        a = base.sin()
+        b = view.cos()
+        c = base.exp()
+        loss = a.sum() + b.sum() * 0.1 + c.sum() * 0.3 + (view * base[0:2]).sum()
+        return torch.autograd.grad(loss, base, retain_graph=True)[0], loss.detach()
+
+    def order():
+        base = leaf(6, 3) * 1
+        view = base[1:3]
+        view.mul_(3.0)
+        a = base.sin()
+        return view.grad_fn._sequence_nr() - a.grad_fn._sequence_nr()
+
+    plain, distance = run(), order()
+    got = []
+    spooled.capture(lambda: got.extend([run(), order()]))
+    assert all(torch.equal(a, b) for a, b in zip(got[0], plain, strict=True))
+    assert got[1] == distance
