@@ -97,11 +97,12 @@ VALUELESS = (
 )
 """Overridable functions without a value to check."""
 
-# They reach the function protocol, but torch does not list them.
+# They reach the function protocol, but torch does not list them. (What experts of a
+# mixture multiply with is private; ``torch.nn.functional.grouped_mm`` calls it.)
 UNLISTED: dict[str, tuple[str, ...]] = {
     "Functional": ("hardsigmoid", "hardswish"),
     "Tensor": ("unflatten",),
-    "Torch": ("vander",),
+    "Torch": ("vander", "_grouped_mm"),
 }
 
 
@@ -212,13 +213,16 @@ def _members(
         if name in REACHES_OUTSIDE or name in VALUELESS:
             continue
         private = name.startswith("_") and not name.startswith("__")
-        if prefix == "Torch" and (
-            name.startswith("_foreach_") or (name.startswith("_fused_") and name.endswith("_"))
-        ):
+        if (
+            prefix == "Torch"
+            and (
+                name.startswith("_foreach_") or (name.startswith("_fused_") and name.endswith("_"))
+            )
+        ) or name in UNLISTED.get(prefix, ()):
             yield name, value
         elif private:
             continue
-        elif name in listed or name in UNLISTED.get(prefix, ()):
+        elif name in listed:
             yield name, value
         elif prefix != "Tensor" and name.endswith("_") and name[:-1] in listed:
             yield name, value  # torch.relu_ is not listed; torch.relu is

@@ -79,6 +79,7 @@ TRUSTING = _words(
     " _scaled_dot_product_flash_attention_for_cpu_backward _unsafe_index _unsafe_index_put"
     " _weight_norm_interface _weight_norm_interface_backward adaptive_max_pool2d_backward"
     " adaptive_max_pool3d_backward convolution_backward embedding_dense_backward"
+    " fractional_max_pool2d_backward fractional_max_pool3d_backward index"
     " grid_sampler_2d_backward grid_sampler_3d_backward max_pool2d_with_indices_backward"
     " max_pool3d_with_indices_backward native_batch_norm_backward native_group_norm_backward"
     " native_layer_norm_backward nll_loss_backward nll_loss2d_backward reflection_pad1d_backward"

@@ -166,11 +166,10 @@ class Settings:
         self._torch_version = str(torch.__version__)
         self._npu_version = npu_version()
 
-    def context(self, place: Place, device: str, *, in_engine: bool = False) -> CallContext:
+    def context(self, place: Place, device: str) -> CallContext:
         """Context of a call at `place` whose first tensor is on `device`."""
         return CallContext(
-            # It has done its casts above an operator of the engine.
-            autocast={} if in_engine else self._autocast(),
+            autocast=self._autocast(),
             grad_enabled=torch.is_grad_enabled(),
             inference_mode=torch.is_inference_mode_enabled(),
             deterministic=torch.are_deterministic_algorithms_enabled(),

@@ -36,6 +36,7 @@ DENIED: dict[str, str] = {
 DENIED_OPERATORS: dict[str, str] = {
     "clone": COPY,
     "copy_": COPY,
+    "_chunk_cat": COPY,
     "_copy_from": COPY,
     "_copy_from_and_resize": COPY,
     "zero_": CONSTANT,
@@ -70,7 +71,7 @@ def is_silent(operator: OpOverload) -> bool:
     arguments, returns = operator._schema.arguments, operator._schema.returns
     if name.startswith(("new_", "zeros_", "ones_", "full_")):
         return True
-    takes_tensor = any("Tensor" in str(argument.type) for argument in arguments)
+    takes_tensor = any("Tensor" in str(a.type) and not a.is_out for a in arguments)
     return not takes_tensor or any(
         value.alias_info is not None and not value.alias_info.is_write for value in returns
     )

@@ -1,9 +1,15 @@
-"""The dispatch mode that sees what the autograd engine computes.
+"""What the autograd engine computes: a key of torch's dispatcher shows every operator.
 
 Inside the engine everything is an ATen operator: gradient formulas, tensor hooks and
-the ``backward`` of a custom ``autograd.Function``. The mode stands on torch's dispatch
-stack while a call that starts the engine runs; torch hands it on to the engine's device
-threads and to the engines that run inside (reentrant checkpoints).
+the ``backward`` of a custom ``autograd.Function``. A call that starts the engine includes
+a dispatch key in its thread's state, which torch hands on to the engine's device threads
+and to the engines that run inside (reentrant checkpoints). Under that key every operator
+that computes has a kernel of ours (`spool.capture.operators`), which comes first and calls
+the operator itself. While no engine runs the key is in no thread's state, and torch does
+not know the kernels are there.
+
+A ``TorchDispatchMode`` would see the same operators, but torch's gradient formulas take
+other paths while any such mode is active, and their results differ in the last bits.
 
 The forward that a checkpoint runs again inside the engine computes what was captured
 in the forward pass, so it passes uncaptured.
@@ -12,118 +18,97 @@ in the forward pass, so it passes uncaptured.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch.autograd import graph
-from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from spool.capture import operators
 from spool.capture.recorder import Recorder
 
 ENTRIES = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-"""The functions that run the engine. In all of them ``create_graph`` is the fifth."""
+"""The functions that run the engine."""
 
-_CREATE_GRAPH = ("create_graph", 4)
+# Position of ``create_graph`` among their arguments.
+_CREATE_GRAPH = dict(zip(ENTRIES, (3, 3, 4), strict=True))
 _OUTSIDE = -1
 _CHECKPOINT = torch.utils.checkpoint.__file__
-_GRAPH = graph.__file__
-
-_push: Any = _python_dispatch._push_mode
-_pop: Any = _python_dispatch._pop_mode
-_stack: Any = _python_dispatch._get_current_dispatch_mode_stack
+_RUN_BACKWARD = graph._engine_run_backward.__code__
+_CALL_IMPL = torch.nn.Module._call_impl.__code__
 
 
-def run_engine(
-    recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Run one of `ENTRIES` with its operators handed to the recorder.
-
-    The function's result is returned as it is, and its exceptions propagate.
-    """
-    if not recorder.wants_engine():
-        return func(*args, **kwargs)
-    mode = EngineMode(recorder, _makes_graph(func, args, kwargs))
-    _push(mode)
-    try:
-        return func(*args, **kwargs)
-    finally:
-        mode.remove()
-
-
-def _makes_graph(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the engine records its own operators for a second derivative."""
-    name, position = _CREATE_GRAPH
-    if func is torch.Tensor.backward:
-        position -= 1
-    return bool(kwargs.get(name, args[position] if position < len(args) else False))
-
-
-class EngineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands every operator that the engine runs to a recorder.
+class Engine:
+    """Hands every operator that the autograd engine runs to a recorder.
 
     Parameters
     ----------
     recorder : Recorder
-    makes_graph : bool
-        The engine runs with ``create_graph=True``.
     """
 
-    # Without it torch refuses flex attention and other higher-order operators.
-    supports_higher_order_operators = True
-
-    def __init__(self, recorder: Recorder, makes_graph: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._makes_graph = makes_graph
+        self._graphs = 0
+        self._lock = threading.Lock()
+        self._can = operators.register(_on_operator)
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """What torch.compile compiles inside the engine, it compiles as ever."""
-        return True
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one of `ENTRIES`.
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # or torch would import its compiler into every program
+        The function's result is returned as it is, and its exceptions propagate.
+        """
+        global _current
+        if not self._can or not self._recorder.wants_engine():
+            return func(*args, **kwargs)
+        position = _CREATE_GRAPH[func]
+        given = args[position] if position < len(args) else False
+        makes_graph = bool(kwargs.get("create_graph", given))
+        with self._lock:
+            self._graphs += makes_graph
+        _current = self
+        try:
+            with operators.included():
+                return func(*args, **kwargs)
+        finally:
+            with self._lock:
+                self._graphs -= makes_graph
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = dict(kwargs or {})
-        if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # it comes back as operators on the local shards
-        if torch._C._current_graph_task_id() == _OUTSIDE or not self._recorder.active:
-            return func(*args, **named)
-        if torch.is_grad_enabled() and (not self._makes_graph or _in_checkpoint()):
-            return func(*args, **named)
-        return self._recorder.run(func, tuple(args), named, in_engine=True)
+    def on_operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that came by in the engine."""
+        if (
+            not self._recorder.active
+            or torch._C._current_graph_task_id() == _OUTSIDE
+            or self._is_recomputed()
+        ):
+            return operator(*args, **kwargs)
+        return self._recorder.run(operator, args, kwargs, in_engine=True)
 
-    def remove(self) -> None:
-        """Take this mode, and no other, off the calling thread's stack."""
-        if not any(mode is self for mode in _stack()):
-            return  # somebody popped it
-        above = []
-        while (mode := _pop()) is not self:
-            above.append(mode)
-        for mode in reversed(above):
-            _push(mode)
+    def _is_recomputed(self) -> bool:
+        """Whether the operator belongs to a forward that is run again.
 
-
-def _in_checkpoint() -> bool:
-    """Whether the innermost of checkpoint and engine on the stack is the checkpoint."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name == _CHECKPOINT:
+        The engine runs gradients without recording a graph, unless it was asked to, and
+        forwards with it. A forward may have parts without, so that the stack is looked at:
+        whether the innermost of checkpoint, module and engine is the engine.
+        """
+        if torch.is_grad_enabled() and not self._graphs:
             return True
-        if name == _GRAPH and frame.f_code.co_name == "_engine_run_backward":
-            return False
-        frame = frame.f_back
-    return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not _RUN_BACKWARD:
+            if frame.f_code is _CALL_IMPL or frame.f_code.co_filename == _CHECKPOINT:
+                return True
+            frame = frame.f_back
+        return False
+
+
+_current: Engine | None = None
+
+
+def _on_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (
+        operator(*args, **kwargs)
+        if _current is None
+        else (_current.on_operator(operator, args, kwargs))
+    )

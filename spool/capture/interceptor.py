@@ -15,7 +15,7 @@ import torch
 import torch.overrides
 from torch.overrides import TorchFunctionMode
 
-from spool.capture.engine import ENTRIES, run_engine
+from spool.capture.engine import ENTRIES, Engine
 from spool.capture.recorder import Recorder
 
 _push: Any = torch.overrides._push_mode
@@ -32,11 +32,14 @@ class Interceptor(TorchFunctionMode):
     Parameters
     ----------
     recorder : Recorder
+    engine : Engine or None
+        Takes the calls that start the autograd engine.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, engine: Engine | None) -> None:
         super().__init__()
         self._recorder = recorder
+        self._engine = engine
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -46,8 +49,8 @@ class Interceptor(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if not self._recorder.active:
             return func(*args, **(kwargs or {}))
-        if func in ENTRIES:
-            return run_engine(self._recorder, func, args, kwargs or {})
+        if self._engine is not None and func in ENTRIES:
+            return self._engine.run(func, args, kwargs or {})
         return self._recorder.run(func, args, kwargs or {})
 
     def place(self) -> None:

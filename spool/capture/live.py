@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from spool.capture.context import npu_version
+from spool.capture.engine import Engine
 from spool.capture.exits import Exits
 from spool.capture.filters import Filters
 from spool.capture.interceptor import Interceptor, open_modes
@@ -64,7 +65,7 @@ class Live:
         self.recorder = Recorder(
             self._sink, rank, Filters(config), config.max_call_bytes, pool, config.backward
         )
-        self.mode = Interceptor(self.recorder)
+        self.mode = Interceptor(self.recorder, Engine(self.recorder) if config.backward else None)
         self._thread = threading.get_ident()
         self._step = 0
         self._started = False

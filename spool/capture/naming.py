@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from enum import Enum
+from types import BuiltinFunctionType
 from typing import Any
 
+import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from spool.apinames import name_of
@@ -59,7 +61,19 @@ def _identify(func: Any) -> Identity:
     if str(getattr(func, "__module__", "")).startswith("torch.distributed"):
         return Identity(Kind.DISTRIBUTED)
     api = name_of(func)
-    return Identity(Kind.SILENT) if api is None else _by_name(api)
+    if api is not None:
+        return _by_name(api)
+    if isinstance(func, BuiltinFunctionType) and func.__name__.startswith("_"):
+        return _identify_private(func.__name__)
+    return Identity(Kind.SILENT)
+
+
+def _identify_private(name: str) -> Identity:
+    """A private function of torch: counted if it is an operator that computes."""
+    overloads = getattr(torch.ops.aten, name, None)
+    if overloads is None or is_silent(getattr(overloads, overloads.overloads()[0])):
+        return Identity(Kind.SILENT)
+    return Identity(Kind.UNKNOWN, f"aten.{name}")
 
 
 def _identify_operator(func: OpOverload | OpOverloadPacket) -> Identity:

@@ -7,15 +7,22 @@ node, whatever thread or step runs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from spool.capture.values import tensors
+
 _KEY = "spool"
 _MOST_NODES = 64
-_LEAF = "torch::autograd::AccumulateGrad"
+# Of gradients' ends, which no call makes.
+_LAST = 2**64 - 1
+
+_autograd: Any = torch.autograd
+next_node: Callable[[], int] = _autograd._get_sequence_nr
+"""Number of the next graph node that this thread makes."""
 
 
 @dataclass(frozen=True)
@@ -27,40 +34,37 @@ class Place:
     forward: str = ""
 
 
-def edges(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """The graph nodes that tensors hang on, held so that they can be told apart.
+def edges(result: object) -> list[Any]:
+    """The graph nodes that a call's result hangs on.
 
-    Views are left out: looking at theirs may make a new node, and so change the order
-    in which gradients are added up.
+    Views that were changed in place are left out: looking at theirs would make a new node,
+    and so might change the order in which gradients are added up.
     """
-    return [t.grad_fn for t in tensors if t.requires_grad and not t.is_leaf and not t._is_view()]
+    return [
+        tensor.grad_fn
+        for _, tensor in tensors(result, "")
+        if tensor.requires_grad and not (tensor._is_view() and tensor._version)
+    ]
 
 
-def mark(nodes: Iterable[Any], before: Iterable[Any], place: Place) -> None:
+def mark(nodes: Iterable[Any], first: int, place: Place) -> None:
     """Leave `place` on the nodes that a call made.
 
     Parameters
     ----------
     nodes : iterable of Node
-        `edges` of the call's results.
-    before : iterable of Node
-        `edges` of its arguments, before it ran: there it ends.
+        `edges` of the call's result.
+    first : int
+        `next_node` before the call ran.
     place : Place
     """
-    known = set(before)
     queue = list(nodes)
     for node in queue:
-        if len(known) > _MOST_NODES:
-            return
-        if node in known or _KEY in node.metadata:
+        if node is None or not first <= node._sequence_nr() < _LAST or _KEY in node.metadata:
             continue
-        known.add(node)
         node.metadata[_KEY] = place
-        queue.extend(
-            parent
-            for parent, _ in node.next_functions
-            if parent is not None and parent.name() != _LEAF
-        )
+        if len(queue) < _MOST_NODES:
+            queue.extend(parent for parent, _ in node.next_functions)
 
 
 def origin_of_node() -> Place | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from spool.capture.leftalone import FUNCTORCH, in_transform, tracing, why_left_a
 from spool.capture.listcalls import Arguments, count_elements, split_arguments, split_result
 from spool.capture.mutation import Watch, watch
 from spool.capture.naming import Counters, Identity, Kind, Names
-from spool.capture.origins import Place, edges, mark
+from spool.capture.origins import Place, edges, mark, next_node
 from spool.capture.sink import Record, Sink
 from spool.capture.snapshot import PinnedPool, Transfers
 from spool.capture.values import (
@@ -71,7 +71,7 @@ class _Pending:
     context: CallContext
     direction: str = "forward"
     origin: Place | None = None
-    edges: list[Any] = field(default_factory=list)
+    first_node: int = 0
 
 
 class Recorder:
@@ -122,7 +122,7 @@ class Recorder:
 
     def wants_engine(self) -> bool:
         """Whether operators of the autograd engine, started now, are captured."""
-        if not self.active or not self._backward:
+        if not self.active:
             return False
         reason = tracing() or (FUNCTORCH if in_transform() else None)
         if reason is not None:
@@ -205,18 +205,17 @@ class Recorder:
             order, first = self._counters.count(api, elements)
             wanted = [n for n in range(elements) if self._filters.wants(api, first + n)]
             ledger = self.ledger
-        if not wanted:
+        if not wanted and not self._marks():
             return None
         parts = split_arguments(api, args, kwargs, elements) if is_list else [(args, kwargs)]
         device = str(found[0][1].device) if found else "cpu"
         place = self._places.in_engine() if in_engine else self._places.here()
-        context = self._settings.context(place, device, in_engine=in_engine)
+        context = self._settings.context(place, device)
         pending = _Pending([], elements, is_list, _own_input(identity, args), context)
-        if in_engine:
-            pending.direction = "backward"
-        elif self._backward and context.grad_enabled:
-            pending.origin = replace(place, forward=f"{api}.{first}")
-            pending.edges = edges(tensor for _, tensor in found)
+        pending.direction = "backward" if in_engine else "forward"
+        if self._marks():
+            pending.origin = place if in_engine else replace(place, forward=f"{api}.{first}")
+            pending.first_node = next_node()
         try:
             for number in wanted:
                 held = sum(half.room for _, half in pending.halves)
@@ -226,7 +225,11 @@ class Recorder:
         except BaseException:
             self._abandon(pending)
             raise
-        return pending if pending.halves else None
+        return pending if pending.halves or pending.origin is not None else None
+
+    def _marks(self) -> bool:
+        """Whether a call leaves its place on the graph, for the engine to find."""
+        return self._backward and torch.is_grad_enabled()
 
     def _too_large(self, name: str, size: int, ledger: Ledger) -> None:
         self._sink.skip(ledger, TOO_LARGE_CALL, dropped=True)
@@ -293,6 +296,8 @@ class Recorder:
                 if result is NotImplemented or _nothing_done(pending.own_input, result):
                     self._abandon(pending)
                     return
+                if pending.origin is not None:
+                    mark(edges(result), pending.first_node, pending.origin)
                 if any(is_distributed(tensor) for _, tensor in tensors(result, "")):
                     result = map_tensors(result, local_shard)
                 parts = split_result(result, pending.elements) if pending.is_list else [result]
@@ -301,7 +306,7 @@ class Recorder:
                     self._complete(half, parts[number], pending)
                     pending.halves.pop(0)
         except Unsupported as error:
-            self._sink.skip(pending.halves[0][1].ledger, error.reason, calls=len(pending.halves))
+            self._sink.skip(self.ledger, error.reason, calls=len(pending.halves))
             self._abandon(pending)
         except Exception as error:
             api = pending.halves[0][1].identity.api if pending.halves else ""
@@ -333,8 +338,6 @@ class Recorder:
         half.room = exact
         mutated: dict[str, TensorRef] = dict(zip(written, trees[1:], strict=True))
         overload = half.identity.overload
-        if pending.origin is not None:
-            mark(edges([*found, *written.values()]), pending.edges, pending.origin)
         call = Call(
             api=half.identity.api,
             index=half.index,

@@ -228,10 +228,10 @@ def _expands(shape: Sequence[int], target: Sequence[int]) -> bool:
 
 def _cdist(given: Given) -> bool:
     one, two = given["x1"], given["x2"]
-    distances = (*one.shape[:-1], two.shape[-2])
+    batch = torch.broadcast_shapes(one.shape[:-2], two.shape[:-2])  # type: ignore[no-untyped-call]
+    distances = (*batch, one.shape[-2], two.shape[-2])
     return (
-        one.dim() == two.dim() >= 2
-        and one.shape[:-2] == two.shape[:-2]
+        min(one.dim(), two.dim()) >= 2
         and one.shape[-1] == two.shape[-1]
         and tuple(given["grad"].shape) == tuple(given["cdist"].shape) == distances
     )
@@ -295,8 +295,11 @@ CHECKS: dict[str, Callable[[Given], bool]] = {
     "adaptive_max_pool3d_backward": _max_pool(3),
     "convolution_backward": _convolution,
     "embedding_dense_backward": _embedding,
+    "fractional_max_pool2d_backward": _max_pool(2),
+    "fractional_max_pool3d_backward": _max_pool(3),
     "grid_sampler_2d_backward": _grid_sampler,
     "grid_sampler_3d_backward": _grid_sampler,
+    "index": _index,
     "max_pool2d_with_indices_backward": _max_pool(2),
     "max_pool3d_with_indices_backward": _max_pool(3),
     "native_batch_norm_backward": _batch_norm,

@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from spool.apinames import Function
 from spool.call import Call
 from spool.errors import BadShard
+from spool.names import base_name
 from spool.records import CallHeader, Outcome
 from spool.replay.admission import check_arguments
 from spool.replay.backward import check_operator
@@ -30,6 +31,7 @@ from spool.replay.facts import describe_inputs
 from spool.replay.golden import raise_precision, raised_default
 from spool.replay.kernels import check_values
 from spool.replay.randomness import REASONS, Determinism, determinism
+from spool.replay.references import REFERENCES
 from spool.replay.resolve import NoReference, resolve
 from spool.replay.result import CallResult
 from spool.standards.inputs import reduction_length
@@ -166,6 +168,7 @@ def _replay(
 def _golden(call: Call, function: Function, bench: Bench) -> Any:
     given = thaw_arguments(call, bench.golden)
     default = raised_default(call.api, *given, DTYPES[call.context.default_dtype])
+    function = REFERENCES.get(base_name(call.api), function)
     arguments = raise_precision(call.api, *given)
     try:
         value = run(

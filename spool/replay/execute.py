@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from spool.apinames import Function
 from spool.call import Call, CallContext
@@ -155,6 +156,8 @@ def run(
     out = kwargs.get("out") if allocate else None
     if out is not None:
         kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+        if isinstance(function, OpOverload):  # its own form takes nothing but `out`
+            function = function.overloadpacket
     with restored(device, autocast, default, allow_tf32):
         result = function(*args, **kwargs)
         if device.type == "cuda":

@@ -33,6 +33,8 @@ RAISED = {
 _NOT_RAISED = frozenset({"type_as"})
 # The published rule measures these against the bench at fp32.
 _NOT_RAISED_FROM_FP32 = frozenset({"conv1d", "conv2d"})
+# Arguments of fused optimizers that their kernels take as fp32 only.
+_FLOATS = ("grad_scale", "found_inf")
 
 
 def raise_precision(api: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -66,7 +68,10 @@ def raise_precision(api: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     raiser = _Raiser(target, mixed=len(found) > 1)
     for tensor in tensors((args, kwargs)):
         raiser.meet(tensor)
-    return map_arguments(args, kwargs, raiser.leaf)
+    args, raised = map_arguments(args, kwargs, raiser.leaf)
+    if base.startswith("_fused_"):
+        raised |= {name: kwargs[name] for name in _FLOATS if name in kwargs}
+    return args, raised
 
 
 def raised_default(

@@ -86,10 +86,34 @@ def _recurrent(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return bool((sizes[1:] <= sizes[:-1]).all())
 
 
+def _grouped_mm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """One end for each group, in ascending order, within the axis that is divided."""
+    left, right = _argument(args, kwargs, 0, "self"), _argument(args, kwargs, 1, "mat2")
+    ends = _argument(args, kwargs, 2, "offs")
+    if not isinstance(ends, torch.Tensor):
+        return True
+    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
+        return False
+    if ends.dim() != 1 or ends.is_floating_point() or not 2 <= left.dim() <= 3:
+        return False
+    if left.dim() == right.dim():  # two stacks have no groups; two matrices are summed over
+        divided, groups = left.shape[-1], ends.numel()
+        fits = left.dim() == 2 and left.shape[1] == right.shape[0]
+    elif left.dim() == 2:
+        divided, groups, fits = left.shape[0], right.shape[0], True
+    else:
+        divided, groups, fits = right.shape[-1], left.shape[0], True
+    if not fits or ends.numel() != groups or groups == 0:
+        return False
+    ascending = bool((ends[1:] >= ends[:-1]).all())
+    return ascending and int(ends[0]) >= 0 and int(ends[-1]) <= divided
+
+
 _CHECKS: dict[str, Callable[..., bool]] = {
     "ctc_loss": _ctc_loss,
     "native_batch_norm": _batch_norm({"weight": 1, "bias": 2, "running_mean": 3, "running_var": 4}),
     "batch_norm_update_stats": _batch_norm({"running_mean": 1, "running_var": 2}),
+    "_grouped_mm": _grouped_mm,
     "lstm": _recurrent,
     "gru": _recurrent,
     "rnn_tanh": _recurrent,

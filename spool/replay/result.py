@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from spool.call import Call
+from spool.call import Call, CallContext
 from spool.names import split_name
 from spool.records import CallHeader, MeasuredRow, Outcome
 from spool.standards.rows import RECORD_FIELDS, OutputMeasurement
@@ -102,7 +102,14 @@ def header_of_call(
         route=route_of(call.api, overrides).value,
         standard=standard_of(call.api, overrides).value,
         module=call.context.module,
-        stack="\n".join(call.context.stack),
+        stack="\n".join(_stack(call.context)),
         device=call.context.device,
         bench_device=bench_device,
     )
+
+
+def _stack(context: CallContext) -> tuple[str, ...]:
+    """The stack, whose innermost frame says so if it is that of a gradient's forward call."""
+    if not context.forward or not context.stack:
+        return context.stack
+    return (f"{context.stack[0]} (gradient of {context.forward})", *context.stack[1:])

@@ -76,7 +76,7 @@ def test_names_places_and_context(spooled):
     (tanh,) = [call for call in calls if call.api == "Aten.tanh_backward"]
     assert (tanh.context.forward, tanh.context.module) == ("Tensor.tanh.0", "Net")
     assert tanh.context.stack[0].endswith("in forward")
-    assert tanh.context.autocast == {}, "autocast casts above an operator"
+    assert tanh.context.autocast == {"cpu": "bfloat16"}
     assert not tanh.context.grad_enabled
     products = [call for call in calls if call.api == "Aten.mm"]
     assert {call.context.module for call in products} == {"Net.inner"}
@@ -314,3 +314,239 @@ def test_looking_at_the_graph_does_not_change_it(spooled):
     spooled.capture(lambda: got.extend([run(), order()]))
     assert all(torch.equal(a, b) for a, b in zip(got[0], plain, strict=True))
     assert got[1] == distance
+
+
+def test_experts_are_captured_in_both_directions(spooled):
+    x = torch.randn(6, 8, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(2, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+    calls = spooled.capture(lambda: F.grouped_mm(x, w, offs=ends).square().sum().backward())
+    assert next(call.api for call in calls) == "Torch._grouped_mm"
+    assert bases(calls)["Aten._grouped_mm"] == 2
+    assert spooled.store().step_closed(0, 0).skipped == {}
+
+
+def test_private_functions_that_compute_are_counted(spooled):
+    with spooled.enable():
+        torch._amp_update_scale_(torch.ones(1), torch.zeros(1).int(), torch.zeros(1), 2.0, 0.5, 9)
+        torch._C._set_grad_enabled(True)
+    skipped = spooled.store().step_closed(0, 0).skipped
+    assert skipped == {"operator without replay: aten._amp_update_scale_": 1}
+
+
+def test_zero_tensors_of_a_second_derivative(spooled):
+    """torch alone ends the process here under a dispatch mode that only passes on."""
+
+    def run():
+        x, y = leaf(5, 5), leaf(5, 5)
+        first = torch.autograd.grad((x + 2 * y).abs().sum(), [x, y], create_graph=True)
+        loss = torch.add(x, y, alpha=2).abs().sum()
+        second = torch.autograd.grad(loss, [x, y], create_graph=True)
+        return torch.autograd.grad(sum(g.abs().sum() for g in (*first, *second)), [x, y])
+
+    plain = run()
+    got = []
+    spooled.capture(lambda: got.extend(run()))
+    assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+
+
+def test_complex_gradients(spooled):
+    def run():
+        torch.manual_seed(0)
+        x = torch.randn(4, 4, dtype=torch.complex64, requires_grad=True)
+        y = (x.conj() @ x.T).mul(3).imag.sum() + torch.linalg.svdvals(x.conj()).sum()
+        (y + (x * 2).conj().real.sum() + (-x.conj().imag).sin().sum()).backward()
+        return x.grad
+
+    plain = run()
+    got = []
+    calls = spooled.capture(lambda: got.append(run()))
+    assert torch.equal(got[0], plain)
+    assert bases(calls)["Aten.mm"] > 0
+
+
+def learned_mask() -> torch.Tensor:
+    value = torch.tensor(0.3, requires_grad=True)
+    mask = torch.rand(64, 33) > 0.5
+    (torch.randn(64, 33).masked_fill(mask, value) * torch.randn(64, 33)).sum().backward()
+    assert value.grad is not None
+    return value.grad
+
+
+def product_with_a_zero() -> torch.Tensor:
+    x = torch.randn(5, 5, 5)
+    x[1, 2, 3] = 0
+    x.requires_grad_().prod(1).mul(torch.randn(5, 5)).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def product_twice() -> torch.Tensor:
+    x = torch.randn(4, 9, requires_grad=True)
+    (first,) = torch.autograd.grad(x.cumprod(1).square().sum(), x, create_graph=True)
+    first.square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("way", [learned_mask, product_with_a_zero, product_twice])
+def test_gradient_formulas_take_the_same_paths(spooled, way):
+    """While a dispatch mode is active they take others, with other last bits."""
+
+    def run():
+        torch.manual_seed(4)
+        return way()
+
+    plain = run()
+    got = []
+    assert bases(spooled.capture(lambda: got.append(run())))
+    assert torch.equal(got[0], plain)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_create_graph_by_position(spooled):
+    def body():
+        x = leaf(3)
+        torch.autograd.backward([x.sin()], [torch.ones(3)], True, True)
+        leaf(3).sin().backward(torch.ones(3), True, True)
+        torch.autograd.grad([x.sin().sum()], [x], None, True, True)
+
+    assert bases(spooled.capture(body))["Aten.cos"] == 3
+
+
+@pytest.mark.parametrize("way", ["nonreentrant", "reentrant", "own"])
+def test_parts_without_gradient_are_not_captured_again(spooled, tmp_path, way):
+    class Own(torch.autograd.Function):
+        """A checkpoint of somebody else."""
+
+        @staticmethod
+        def forward(ctx, layer, x):
+            ctx.layer = layer
+            ctx.save_for_backward(x)
+            with torch.no_grad():
+                return layer(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                y = ctx.layer(x)
+            torch.autograd.backward(y, grad)
+            return None, x.grad
+
+    class Exponential(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0].exp()
+
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            with torch.no_grad():
+                largest = x.abs().amax(-1, keepdim=True)
+            return Exponential.apply(x / largest).tanh()
+
+    layer = Layer()
+    found = []
+    for number, recomputing in enumerate((False, True)):
+        x = leaf(2, 3)
+        root = tmp_path / str(number)
+        with spool.enable(spool_dir=root):
+            if not recomputing:
+                y = layer(x)
+            elif way == "own":
+                y = Own.apply(layer, x)
+            else:
+                y = checkpoint(layer, x, use_reentrant=way == "reentrant")
+            y.sum().backward()
+        entries = spool.store.Store.open(root).shards(0, 0)
+        found.append(sorted(entry.name for entry in entries if entry.name.startswith("Aten.")))
+    assert found[0] == found[1] != []
+
+
+@pytest.mark.parametrize("selection", [{}, {"white_list": ["mm", "cos", "gelu_backward"]}])
+def test_a_place_is_that_of_the_node_s_own_call(spooled, selection):
+    layer = torch.nn.Linear(4, 4)
+
+    def body():
+        y = layer(leaf(3, 4))[:, 1:3]
+        y = F.gelu(y * 2)
+        (torch.sin(y) * 3).sum().backward()
+
+    calls = spooled.capture(body, **selection)
+    place = {call.api: call.context.forward for call in calls if call.direction == "backward"}
+    assert place["Aten.cos"] == "Torch.sin.0"
+    assert place["Aten.gelu_backward"] == "Functional.gelu.0"
+    assert place["Aten.mm"] == "Functional.linear.0"
+
+
+def test_engines_inside_engines_in_other_threads(spooled):
+    """Beyond a depth torch goes on in a thread of its own."""
+
+    class Deep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, n):
+            ctx.n = n
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, grad):
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                y = Deep.apply(x, ctx.n - 1) if ctx.n else x.cos()
+                y.sum().backward()
+            return grad * x.grad, None
+
+    def run():
+        x = leaf(3)
+        Deep.apply(x, 80).sum().backward()
+        return x.grad
+
+    plain = run()
+    got = []
+    calls = spooled.capture(lambda: got.append(run()))
+    assert torch.equal(got[0], plain)
+    assert bases(calls)["Aten.mul"] >= 81
+
+
+def test_two_threads_in_their_engines_at_once(spooled):
+    """One captured, one not: the other's operators stay out."""
+    session = spooled.enable()
+    started, go = threading.Event(), threading.Event()
+
+    def work():
+        x = leaf(3)
+        x.register_hook(lambda grad: (started.set(), go.wait(30), grad.cosh())[-1])
+        x.sin().sum().backward()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    started.wait(30)
+    leaf(4).exp().sum().backward()
+    go.set()
+    thread.join()
+    session.disable()
+    assert bases(spooled.calls()) == {"Aten.mul": 1}
+
+
+def test_a_linear_whose_result_is_a_view_has_its_place(spooled):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    net = Net()
+    calls = spooled.capture(
+        lambda: F.mse_loss(net(torch.randn(2, 3, 4)), torch.randn(2, 3, 4)).backward()
+    )
+    products = [call for call in calls if call.api == "Aten.mm"]
+    assert [call.context.module for call in products] == ["Net.second", "Net.second", "Net.first"]

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-TRAIN = Path(__file__).with_name("train_hf.py")
+TRAIN = Path(__file__).with_name("train.py")
 TABLES = (
     "accuracy_checking_result",
     "accuracy_checking_details",

@@ -14,10 +14,10 @@ def load(path: Path) -> dict[str, list[torch.Tensor]]:
     return torch.load(path, weights_only=True)
 
 
-@pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
+@pytest.mark.parametrize("optimizer", ["loop", "foreach"])
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_healthy_run(model: str, foreach: bool, tmp_path: Path) -> None:
-    options = ["--model", model, *(["--foreach"] if foreach else [])]
+def test_healthy_run(model: str, optimizer: str, tmp_path: Path) -> None:
+    options = ["--model", model, "--optimizer", optimizer]
     harness.train(tmp_path, *options, "--out", "off.pt")
     harness.train(tmp_path, *options, "--out", "on.pt", "--spool-dir", "spool-data")
 

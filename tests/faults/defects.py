@@ -59,6 +59,48 @@ DEFECTS: dict[str, tuple[Any, Callable[..., torch.Tensor]]] = {
 }
 
 
+def gelu_backward_without_density(
+    grad: torch.Tensor, x: torch.Tensor, *, approximate: str = "none"
+) -> torch.Tensor:
+    """Forget the second term of gelu's derivative."""
+    return grad * 0.5 * (1 + torch.erf(x * 0.5**0.5))
+
+
+# Operators of the autograd engine, and their faulty kernels.
+KERNELS: dict[str, Callable[..., torch.Tensor]] = {"gelu_backward": gelu_backward_without_density}
+
+
+def defect(name: str) -> Defect | KernelDefect:
+    """The defect of that name: a key of `DEFECTS` or of `KERNELS`."""
+    return KernelDefect(name) if name in KERNELS else Defect(name)
+
+
+class KernelDefect:
+    """Replaces an operator's CPU kernel while entered.
+
+    Parameters
+    ----------
+    name : str
+        Key of `KERNELS`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls = 0
+
+    def __enter__(self) -> KernelDefect:
+        def kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
+            self.calls += 1
+            return KERNELS[self.name](*args, **kwargs)
+
+        self.library = torch.library.Library("aten", "IMPL")
+        self.library.impl(self.name, kernel, "CPU")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.library._destroy()
+
+
 class Defect(TorchFunctionMode):
     """Replaces one function's result while entered.
 

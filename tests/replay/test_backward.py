@@ -63,6 +63,9 @@ FORWARD: dict[str, Callable[[], torch.Tensor]] = {
     "adaptive_max_pool3d_backward": lambda: F.adaptive_max_pool3d(x(1, 2, 4, 4, 4), 2),
     "convolution_backward": lambda: F.conv2d(x(1, 2, 6, 6), x(3, 2, 3, 3), x(3)),
     "embedding_dense_backward": lambda: F.embedding(torch.tensor([[1, 4]]), x(5, 3)),
+    "fractional_max_pool2d_backward": lambda: F.fractional_max_pool2d(x(1, 2, 6, 6), 2, 3),
+    "fractional_max_pool3d_backward": lambda: F.fractional_max_pool3d(x(1, 2, 4, 4, 4), 2, 2),
+    "index": lambda: x(4, 3)[torch.tensor([0, 3])],
     "grid_sampler_2d_backward": lambda: F.grid_sample(
         x(1, 2, 5, 5), x(1, 3, 3, 2), align_corners=False
     ),
@@ -86,7 +89,7 @@ FORWARD: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 # Forward operators, which a hook may call.
-_OUTSIDE = {"_unsafe_index", "_unsafe_index_put", "_weight_norm_interface", "_fft_c2r"}
+_OUTSIDE = {"index", "_unsafe_index", "_unsafe_index_put", "_weight_norm_interface", "_fft_c2r"}
 # What the engine of this build does not run.
 GIVEN: dict[str, tuple[Any, ...]] = {
     "_native_batch_norm_legit": (
@@ -170,6 +173,9 @@ SOUND = {
     "_adaptive_avg_pool3d_backward": ("axis 2", "axis 3", "axis 4"),
     "_index_put_impl_": ("self: axis", "values"),
     "_unsafe_index": ("self: axis",),
+    "index": ("self: axis",),
+    "fractional_max_pool2d_backward": ("self: axis 2 longer", "self: axis 3 longer"),
+    "fractional_max_pool3d_backward": ("self: axis 2", "self: axis 3", "self: axis 4"),
     "_unsafe_index_put": ("self: axis", "values"),
     "_native_batch_norm_legit": ("input: axis 0", "input: axis 2"),
     "_weight_norm_interface": ("v: axis 1",),

@@ -131,3 +131,19 @@ def test_a_tensor_given_twice_is_still_one_tensor() -> None:
     x = torch.ones(2)
     ((a, b), _) = raise_precision("Torch.mul", (x, x), {})
     assert a is b
+
+
+def test_fused_optimizers_take_the_scale_as_fp32() -> None:
+    """With a GradScaler; the kernel reads both as fp32, whatever the parameters are."""
+    params, scale = [torch.ones(2)], torch.ones(1)
+    lists = [[torch.ones(2)] for _ in range(3)]
+    args, kwargs = raise_precision(
+        "Torch._fused_adamw_",
+        (params, *lists, [], [torch.ones(())]),
+        {"lr": 1e-3, "grad_scale": scale, "found_inf": torch.zeros(1)},
+    )
+    assert args[0][0].dtype == FP64
+    assert kwargs["grad_scale"].dtype == kwargs["found_inf"].dtype == FP32
+    rest = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
+    torch._fused_adamw_(*args, **kwargs, **rest, amsgrad=False, maximize=False)
+    assert args[0][0][0] < 1

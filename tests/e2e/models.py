@@ -1,7 +1,7 @@
 """Small models of every common kind, with random weights and random data.
 
-`MODELS` maps a name to a builder; a built model's ``loss()`` draws a batch from
-torch's generator and returns the loss.
+`MODELS` maps a name to a builder; calling a built model without arguments draws a batch
+from torch's generator and returns the loss.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Words(nn.Module):
         super().__init__()
         self.model = model
 
-    def loss(self) -> torch.Tensor:
+    def forward(self) -> torch.Tensor:
         tokens = torch.randint(VOCABULARY, (BATCH, LENGTH))
         loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens).loss
         return loss
@@ -36,7 +36,7 @@ class Pictures(nn.Module):
         super().__init__()
         self.model, self.classes = model, classes
 
-    def loss(self) -> torch.Tensor:
+    def forward(self) -> torch.Tensor:
         out = self.model(torch.randn(BATCH, 3, 32, 32))
         return F.cross_entropy(getattr(out, "logits", out), torch.randint(self.classes, (BATCH,)))
 
@@ -50,7 +50,7 @@ class Recurrent(nn.Module):
         self.layer = layer(16, 24, num_layers=2, batch_first=True)  # type: ignore[call-arg]
         self.head = nn.Linear(24, VOCABULARY)
 
-    def loss(self) -> torch.Tensor:
+    def forward(self) -> torch.Tensor:
         tokens = torch.randint(VOCABULARY, (BATCH, LENGTH))
         hidden, _ = self.layer(self.embedding(tokens[:, :-1]))
         return F.cross_entropy(self.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
@@ -99,7 +99,7 @@ class ByCheckpoint(nn.Module):
             for _ in range(3)
         )
 
-    def loss(self) -> torch.Tensor:
+    def forward(self) -> torch.Tensor:
         from functools import partial
 
         from torch.utils.checkpoint import (

@@ -1,8 +1,8 @@
-"""Train a small model for a few steps, with or without capture; see `zoo.MODELS`.
+"""Train a small model for a few steps, with or without capture; see `models.MODELS`.
 
 Run by the end-to-end tests as a process of its own:
 
-    python train_zoo.py --model gpt2 --out state.pt [--spool-dir DIR] [--amp bfloat16]
+    python train.py --model gpt2 --out state.pt [--spool-dir DIR] [--amp bfloat16]
 
 It saves losses, gradients of each step and the final parameters, so that runs
 can be compared bit by bit.
@@ -20,12 +20,31 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from zoo import MODELS
+from models import MODELS
 
 import spool
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
-from defects import Defect
+from defects import defect
+
+
+def in_parallel(model: torch.nn.Module, options: argparse.Namespace) -> torch.nn.Module:
+    """The model as this process' part of two."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{options.meet}", rank=options.rank, world_size=2
+    )
+    if options.parallel == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return model
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor, or of this process' part of it."""
+    return getattr(value.detach(), "_local_tensor", value.detach()).clone()
 
 
 def main() -> None:
@@ -41,20 +60,24 @@ def main() -> None:
     parser.add_argument("--defect")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--parallel", choices=("ddp", "fsdp2"), help="as one of two processes")
+    parser.add_argument("--meet", help="file by which the two find each other")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between steps")
     options = parser.parse_args()
 
     torch.manual_seed(1234 + options.rank)
     torch.set_num_threads(1)
     model = MODELS[options.model]().train()
+    if options.parallel:
+        model = in_parallel(model, options)
     kernels = {"foreach": options.optimizer == "foreach"}
     if options.optimizer == "fused":
         kernels = {"fused": True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kernels)
     scaler = torch.amp.GradScaler("cpu", enabled=options.amp == "float16", init_scale=256.0)
     losses, gradients = [], []
-    defect = Defect(options.defect) if options.defect else contextlib.nullcontext()
-    with defect:
+    fault = defect(options.defect) if options.defect else contextlib.nullcontext()
+    with fault:
         if options.spool_dir:
             spool.enable(spool_dir=options.spool_dir)
         for _ in range(options.steps):
@@ -65,9 +88,9 @@ def main() -> None:
                     dtype=getattr(torch, options.amp or "bfloat16"),
                     enabled=options.amp is not None,
                 ):
-                    loss = model.loss() / options.accumulate
+                    loss = model() / options.accumulate
                 scaler.scale(loss).backward()
-            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+            gradients.append([local(p.grad) for p in model.parameters() if p.grad is not None])
             if options.clip:
                 scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
@@ -81,14 +104,16 @@ def main() -> None:
         if options.spool_dir:
             spool.disable()
     if options.defect:
-        assert defect.calls > 0, f"{options.model} never called {options.defect}"
+        assert fault.calls > 0, f"{options.model} never called {options.defect}"
     state = {
         "losses": losses,
         "gradients": gradients,
-        "parameters": [p.detach().clone() for p in model.parameters()],
+        "parameters": [local(p) for p in model.parameters()],
         "buffers": [b.detach().clone() for b in model.buffers()],
     }
     torch.save(state, options.out)
+    if options.parallel:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

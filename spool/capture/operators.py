@@ -1,0 +1,147 @@
+"""A kernel in front of every operator that computes, seen only where its key is included.
+
+torch's dispatcher runs the kernel of the highest key in a thread's state. The key used
+here is one of torch's own for modes, which nothing in torch uses; it lies above autograd
+and autocast, so that an operator below it runs exactly as without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from spool.capture.denylist import COLLECTIVES
+from spool.capture.naming import Kind, Names
+
+logger = logging.getLogger("spool")
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+_KEY_NAME = "TESTING_ONLY_GenericMode"
+_BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
+_PRIVATE = "PrivateUse1"  # where the NPU is
+# Operators of torch's compilers and of TorchScript: they compute nothing of their own.
+_INTERNAL = COLLECTIVES | {"prim", "prims", "profiler", "inductor", "debugprims", "rngprims"}
+
+_handler: Handler | None = None
+_libraries: dict[str, Any] = {}
+_known: set[str] = set()
+
+
+def register(handler: Handler) -> bool:
+    """Put `handler` in front of all operators that there are now and that compute.
+
+    May be called again: then for those that have come since.
+
+    Parameters
+    ----------
+    handler : callable
+        Called with operator, args and kwargs in place of the operator, which it must
+        call. Operators that the operator itself calls do not come to it.
+
+    Returns
+    -------
+    bool
+        False if this torch cannot.
+    """
+    global _handler
+    try:
+        if "_" not in _libraries:
+            _library("_").fallback(torch.library.fallthrough_kernel, _KEY_NAME)
+        for operator in _operators():
+            kernel = functools.partial(_kernel, operator)
+            _library(operator.namespace).impl(operator, kernel, _KEY_NAME, with_keyset=True)
+    except (AttributeError, TypeError, RuntimeError) as error:
+        logger.warning(
+            "torch %s does not show the operators inside backward, they are not captured: %s",
+            torch.__version__,
+            error,
+        )
+        return False
+    _handler = handler
+    return True
+
+
+def included() -> Any:
+    """Context in which operators of this thread, and of engines it starts, are seen."""
+    return torch._C._IncludeDispatchKeyGuard(_key())
+
+
+@functools.cache
+def _key() -> Any:
+    return torch._C._parse_dispatch_key(_KEY_NAME)
+
+
+@functools.cache
+def _keys() -> Any:
+    return torch._C.DispatchKeySet(_key())
+
+
+def _library(namespace: str) -> Any:
+    if namespace not in _libraries:
+        library: Any = torch.library.Library
+        _libraries[namespace] = library(namespace, "IMPL")
+    return _libraries[namespace]
+
+
+def _operators() -> Iterator[OpOverload]:
+    """Operators that compute and are not composed of others on every device."""
+    names = Names()
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = qualified.partition("::")
+        if qualified in _known or namespace in _INTERNAL:
+            continue
+        _known.add(qualified)
+        base, _, overload = name.partition(".")
+        try:
+            operator = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+        except (AttributeError, RuntimeError):  # of TorchScript only
+            continue
+        if names.identify(operator).kind is not Kind.SILENT and _has_kernels(qualified):
+            yield operator
+
+
+def _has_kernels(name: str) -> bool:
+    devices = (*_BACKENDS.values(), _PRIVATE)
+    return not all(_is_composite(name, device) for device in devices)
+
+
+def _is_composite(name: str, backend: str) -> bool:
+    """Whether torch composes an operator of others on a device."""
+    has: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+    return bool(has(name, "CompositeImplicitAutograd")) and not (
+        has(name, backend) or has(name, f"Autograd{backend}")
+    )
+
+
+@functools.cache
+def _is_composed(operator: Any, device: str) -> bool:
+    return _is_composite(operator.name(), _BACKENDS.get(device, _PRIVATE))
+
+
+def _kernel(operator: OpOverload, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """What torch calls in place of an operator, while the key is included."""
+    tensor = next((item for item in _flat(args) if isinstance(item, torch.Tensor)), None)
+    # Of these the operators inside are to be seen: on the local shards of a distributed
+    # tensor, or what an operator is composed of.
+    if type(tensor).__name__ == "DTensor" or (
+        _is_composed(operator, "cpu" if tensor is None else tensor.device.type)
+    ):
+        return operator.redispatch(keyset.remove(_key()), *args, **kwargs)
+    with torch._C._ExcludeDispatchKeyGuard(_keys()):
+        if _handler is None:
+            return operator(*args, **kwargs)
+        return _handler(operator, args, kwargs)
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value

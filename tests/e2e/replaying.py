@@ -1,0 +1,82 @@
+"""Replay and judge every call of a spool in this process, without the workflow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from spool import shard
+from spool.call import Call
+from spool.errors import BadShard
+from spool.judging import judge_call
+from spool.records import CallHeader, MeasuredRow, Outcome
+from spool.replay.calls import replay_call
+from spool.replay.execute import Bench
+from spool.replay.result import header_of_call
+from spool.settings import JudgeSettings
+from spool.store import Store
+
+CPU = torch.device("cpu")
+BENCH = Bench(CPU, CPU)
+LIMIT = 10**10
+
+
+@dataclass
+class Outcomes:
+    """Verdicts of a rank's calls, and why calls have none.
+
+    Parameters
+    ----------
+    verdicts : Counter of (direction, verdict)
+    reasons : Counter of (API, reason)
+        Of calls without a verdict, and of those that err.
+    skipped : Counter of str
+        What capture left alone, by reason.
+    """
+
+    verdicts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def compared(self) -> float:
+        """Share of the captured calls that have a verdict."""
+        with_verdict = sum(n for (_, verdict), n in self.verdicts.items() if verdict != "SKIP")
+        return with_verdict / sum(self.verdicts.values())
+
+
+def replay_all(root: Path, rank: int = 0) -> Outcomes:
+    """Replay and judge every call of a rank."""
+    store, found = Store.open(root), Outcomes()
+    for step in store.steps(rank):
+        counts = store.step_closed(rank, step)
+        assert counts is not None
+        assert counts.dropped == 0
+        found.skipped.update(counts.skipped)
+        entries = store.shards(rank, step)
+        assert len(entries) == counts.shards
+        for entry in entries:
+            call = shard.read(entry.path)
+            verdict, reason = _judged(call, entry.path)
+            found.verdicts[call.direction, verdict] += 1
+            if verdict != "pass":
+                found.reasons[call.api, f"{verdict}: {reason}"] += 1
+    return found
+
+
+def _judged(call: Call, path: Path) -> tuple[str, str]:
+    blank = CallHeader(
+        call.rank, call.step, call.order, call.index, call.name, call.api, call.direction,
+        "", "", "", "", str(path), 1, "", "", "", False,
+    )  # fmt: skip
+    try:
+        result = replay_call(call, header_of_call(blank, call, {}, "cpu"), BENCH, LIMIT)
+    except BadShard as error:
+        return "bad shard", str(error)
+    outputs = result.outputs if result.outcome is Outcome.MEASURED else [None]
+    rows = [MeasuredRow(result.header, result.outcome, result.reason, o) for o in outputs or [None]]
+    verdict = judge_call(rows, JudgeSettings())
+    return str(verdict.status), verdict.message
