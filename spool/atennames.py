@@ -47,7 +47,7 @@ CHECKING = (
     | _words(
         "_cdist_forward _convolution _euclidean_dist _linalg_det _linalg_eigh _linalg_slogdet"
         " _linalg_solve_ex _linalg_svd _trilinear chain_matmul cumprod_backward norm tensordot"
-        " nll_loss_forward nll_loss2d_forward _fft_c2c _fft_r2c"
+        " nll_loss_forward nll_loss2d_forward"
     )
     # Pooling, resampling, padding: sizes are checked against each other.
     | _words(
@@ -56,7 +56,7 @@ CHECKING = (
         " _upsample_nearest_exact1d _upsample_nearest_exact1d_backward _upsample_nearest_exact2d"
         " _upsample_nearest_exact2d_backward _upsample_nearest_exact3d"
         " _upsample_nearest_exact3d_backward adaptive_max_pool2d adaptive_max_pool3d"
-        " avg_pool2d_backward avg_pool3d_backward col2im im2col max_pool2d_with_indices"
+        " col2im im2col max_pool2d_with_indices"
         " max_pool3d_with_indices reflection_pad1d reflection_pad2d reflection_pad3d"
         " replication_pad1d replication_pad2d replication_pad3d upsample_bicubic2d"
         " upsample_bicubic2d_backward upsample_bilinear2d upsample_bilinear2d_backward"
@@ -74,7 +74,8 @@ CHECKING = (
 """Operators without a public function whose kernels check their arguments."""
 
 TRUSTING = _words(
-    "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward _cdist_backward _fft_c2r"
+    "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward _cdist_backward _fft_c2c _fft_c2r"
+    " _fft_r2c avg_pool2d_backward avg_pool3d_backward"
     " _fused_rms_norm_backward _index_put_impl_ _native_batch_norm_legit"
     " _scaled_dot_product_flash_attention_for_cpu_backward _unsafe_index _unsafe_index_put"
     " _weight_norm_interface _weight_norm_interface_backward adaptive_max_pool2d_backward"

@@ -215,8 +215,7 @@ def captured_anew(root: Path, rank: int, step: int) -> StoreError:
     """What to raise where results of two takes of a step would mix."""
     return StoreError(
         f"{root}: rank {rank} step {step} was captured anew after this work directory had begun "
-        "with it; check the spool with another work_dir and results_dir (the results here of "
-        "other steps stay valid; shards of theirs that are gone will count as missing there)"
+        "with it; run the same command again: it drops what was checked of that step before"
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spool.errors import StoreError
+from spool.intake.forget import forget_earlier_takes
 from spool.intake.ledger import Clock
 from spool.intake.progress import Progress
 from spool.intake.rank import Found, RankFollower
@@ -190,11 +191,13 @@ class Intake(threading.Thread):
                 RankFollower(store, number, self._settings, self._remind, self._clock)
                 for number in self._settings.rank_list
             ]
+            for rank in self._settings.rank_list:
+                forget_earlier_takes(self._work, rank, store, self._say)
             # A mount that fails in here is tried again: from the start, and for every rank.
-            restored = [rank.restore() for rank in ranks]
+            restored = [follower.restore() for follower in ranks]
             self._store, self._ranks = store, ranks
-            for rank, found in zip(ranks, restored, strict=True):
-                self._queue(rank, found)
+            for follower, found in zip(ranks, restored, strict=True):
+                self._queue(follower, found)
         return self._store
 
     def _check_run(self, store: Store) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from spool.errors import BadShard
+from spool.replay.kernels import places_fit
 from spool.replay.nest import Arguments
 
 Given = Mapping[str, Any]
@@ -53,8 +54,14 @@ def _same_shape(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _sized(tensor: torch.Tensor | None, numel: int) -> bool:
-    """Whether a tensor, if it is given, has so many elements."""
-    return tensor is None or tensor.numel() == numel
+    """Whether a tensor, if it is given, has so many elements, one after the other."""
+    return tensor is None or (tensor.numel() == numel and tensor.is_contiguous())
+
+
+def _dense(*tensors: torch.Tensor) -> bool:
+    """Whether the elements of each fill a block of memory, in whatever order."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense.default
+    return all(dense(tensor) for tensor in tensors)
 
 
 def _within(index: torch.Tensor, low: int, high: int) -> bool:
@@ -85,7 +92,9 @@ def _group_norm(given: Given) -> bool:
         and channels % groups == 0
         and given["input"].numel() == batch * channels * rest
         and given["grad_out"].numel() == batch * channels * rest
-        and given["mean"].numel() == given["rstd"].numel() == batch * groups
+        and _dense(given["input"], given["grad_out"])
+        and _sized(given["mean"], batch * groups)
+        and _sized(given["rstd"], batch * groups)
         and _sized(given["weight"], channels)
     )
 
@@ -168,23 +177,43 @@ def _planes(axes: int) -> Callable[[Given], bool]:
             source.dim() in (axes + 1, axes + 2)
             and source.dim() == grad.dim()
             and grad.shape[:-axes] == source.shape[:-axes]
+            and min(source.shape[-axes:]) > 0
         )
 
     return check
 
 
-def _padding(axes: int) -> Callable[[Given], bool]:
+def _average_pool(axes: int) -> Callable[[Given], bool]:
+    """The gradient has the shape of the forward call's result."""
+    forward = {2: torch.ops.aten.avg_pool2d.default, 3: torch.ops.aten.avg_pool3d.default}[axes]
+    names = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad")
+
+    def check(given: Given) -> bool:
+        result = forward(
+            given["self"].to("meta"),
+            *(given[name] for name in names),
+            divisor_override=given["divisor_override"],
+        )
+        return bool(result.shape == given["grad_output"].shape)
+
+    return check
+
+
+def _padding(axes: int, *, reflect: bool) -> Callable[[Given], bool]:
+    """Nothing is reflected beyond the far side, and no more cut off than there is."""
     planes = _planes(axes)
 
     def check(given: Given) -> bool:
         source, grad, padding = given["self"], given["grad_output"], given["padding"]
-        padded = [
-            source.shape[-1 - axis] + padding[2 * axis] + padding[2 * axis + 1]
-            for axis in range(axes)
-        ]
-        return (
-            planes(given) and len(padding) == 2 * axes and list(grad.shape[-axes:]) == padded[::-1]
-        )
+        if not planes(given) or len(padding) != 2 * axes:
+            return False
+        for axis in range(axes):
+            size, pads = source.shape[-1 - axis], padding[2 * axis : 2 * axis + 2]
+            if min(pads) <= -size or (reflect and max(pads) >= size):
+                return False
+            if grad.shape[-1 - axis] != size + sum(pads):
+                return False
+        return True
 
     return check
 
@@ -198,6 +227,7 @@ def _grid_sampler(given: Given) -> bool:
         and grid.shape[0] == source.shape[0]
         and grid.shape[-1] == axes
         and tuple(grad.shape) == (*source.shape[:2], *grid.shape[1:-1])
+        and places_fit(grid)
     )
 
 
@@ -214,7 +244,10 @@ def _attention(given: Given) -> bool:
         and value.shape[2] == columns
         and key.shape[3] == value.shape[3] == width
         and given["grad_out"].shape == given["out"].shape == query.shape
-        and given["logsumexp"].numel() == batch * heads * rows
+        and tuple(given["logsumexp"].shape) == (batch, heads, rows)
+        and all(
+            given[name].stride(3) == 1 or width == 1 for name in ("query", "key", "value", "out")
+        )
         and (mask is None or _expands(mask.shape, (batch, heads, rows, columns)))
     )
 
@@ -237,9 +270,15 @@ def _cdist(given: Given) -> bool:
     )
 
 
+def _fft(given: Given) -> bool:
+    axes = given["dim"]
+    count = given["self"].dim()
+    return len(set(axes)) == len(axes) > 0 and min(axes) >= 0 and max(axes) < count
+
+
 def _fft_c2r(given: Given) -> bool:
-    source, axes = given["self"], given["dim"]
-    return len(axes) > 0 and source.shape[axes[-1]] == given["last_dim_size"] // 2 + 1
+    last = given["last_dim_size"]
+    return _fft(given) and bool(given["self"].shape[given["dim"][-1]] == last // 2 + 1)
 
 
 def _index(given: Given) -> bool:
@@ -267,8 +306,12 @@ def _weight_norm(given: Given) -> bool:
     parts = [length] if "v" in given else [length, given["saved_norms"]]
     return bool(
         axis in (0, direction.dim() - 1)
-        and all(part.numel() == direction.shape[axis] for part in parts)
-        and ("grad_w" not in given or _same_shape(given["grad_w"], direction))
+        and direction.is_contiguous()
+        and all(_sized(part, direction.shape[axis]) for part in parts)
+        and (
+            "grad_w" not in given
+            or (_same_shape(given["grad_w"], direction) and given["grad_w"].is_contiguous())
+        )
     )
 
 
@@ -282,7 +325,9 @@ CHECKS: dict[str, Callable[[Given], bool]] = {
     "_adaptive_avg_pool2d_backward": _planes(2),
     "_adaptive_avg_pool3d_backward": _planes(3),
     "_cdist_backward": _cdist,
+    "_fft_c2c": _fft,
     "_fft_c2r": _fft_c2r,
+    "_fft_r2c": _fft,
     "_fused_rms_norm_backward": _layer_norm,
     "_index_put_impl_": _index,
     "_native_batch_norm_legit": _batch_norm,
@@ -293,6 +338,8 @@ CHECKS: dict[str, Callable[[Given], bool]] = {
     "_weight_norm_interface_backward": _weight_norm,
     "adaptive_max_pool2d_backward": _max_pool(2),
     "adaptive_max_pool3d_backward": _max_pool(3),
+    "avg_pool2d_backward": _average_pool(2),
+    "avg_pool3d_backward": _average_pool(3),
     "convolution_backward": _convolution,
     "embedding_dense_backward": _embedding,
     "fractional_max_pool2d_backward": _max_pool(2),
@@ -307,11 +354,11 @@ CHECKS: dict[str, Callable[[Given], bool]] = {
     "native_layer_norm_backward": _layer_norm,
     "nll_loss_backward": _nll_loss,
     "nll_loss2d_backward": _nll_loss,
-    "reflection_pad1d_backward": _padding(1),
-    "reflection_pad2d_backward": _padding(2),
-    "reflection_pad3d_backward": _padding(3),
-    "replication_pad1d_backward": _padding(1),
-    "replication_pad2d_backward": _padding(2),
-    "replication_pad3d_backward": _padding(3),
+    "reflection_pad1d_backward": _padding(1, reflect=True),
+    "reflection_pad2d_backward": _padding(2, reflect=True),
+    "reflection_pad3d_backward": _padding(3, reflect=True),
+    "replication_pad1d_backward": _padding(1, reflect=False),
+    "replication_pad2d_backward": _padding(2, reflect=False),
+    "replication_pad3d_backward": _padding(3, reflect=False),
     "unfold_backward": _unfold,
 }

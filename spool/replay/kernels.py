@@ -15,6 +15,8 @@ from spool.errors import BadShard
 from spool.names import base_name
 from spool.replay.nest import Arguments
 
+_FAR = 1e6
+
 
 def check_values(api: str, arguments: Arguments) -> None:
     """Refuse arguments that send a kernel out of bounds.
@@ -109,11 +111,26 @@ def _grouped_mm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return ascending and int(ends[0]) >= 0 and int(ends[-1]) <= divided
 
 
+def places_fit(grid: torch.Tensor) -> bool:
+    """Whether a sampling grid has no numbers that overflow when turned into an index."""
+    finite = grid[grid.isfinite()]
+    return finite.numel() == 0 or float(finite.abs().max()) < _FAR
+
+
+def _grid_sampler(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    grid = _argument(args, kwargs, 1, "grid")
+    return not isinstance(grid, torch.Tensor) or places_fit(grid)
+
+
 _CHECKS: dict[str, Callable[..., bool]] = {
     "ctc_loss": _ctc_loss,
     "native_batch_norm": _batch_norm({"weight": 1, "bias": 2, "running_mean": 3, "running_var": 4}),
     "batch_norm_update_stats": _batch_norm({"running_mean": 1, "running_var": 2}),
     "_grouped_mm": _grouped_mm,
+    "grid_sample": _grid_sampler,
+    "grid_sampler": _grid_sampler,
+    "grid_sampler_2d": _grid_sampler,
+    "grid_sampler_3d": _grid_sampler,
     "lstm": _recurrent,
     "gru": _recurrent,
     "rnn_tanh": _recurrent,

@@ -14,6 +14,7 @@ from spool.apinames import Refused, function_of, name_of
 from spool.atennames import CHECKING, TRUSTING, overloads
 from spool.errors import BadShard
 from spool.replay.backward import CHECKS, check_operator
+from spool.replay.kernels import check_values
 
 Case = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -49,6 +50,10 @@ FORWARD: dict[str, Callable[[], torch.Tensor]] = {
     "_adaptive_avg_pool2d_backward": lambda: F.adaptive_avg_pool2d(x(1, 2, 6, 6), 2),
     "_adaptive_avg_pool3d_backward": lambda: F.adaptive_avg_pool3d(x(1, 2, 4, 4, 4), 2),
     "_cdist_backward": lambda: torch.cdist(x(1, 3, 4), x(1, 5, 4)),
+    "_fft_c2c": lambda: torch.fft.fft(torch.fft.rfft(x(8))).abs(),
+    "_fft_r2c": lambda: torch.fft.rfft(x(4, 6), dim=0).abs(),
+    "avg_pool2d_backward": lambda: F.avg_pool2d(x(2, 2, 6, 6), 2),
+    "avg_pool3d_backward": lambda: F.avg_pool3d(x(2, 2, 4, 4, 4), 2),
     "_fft_c2r": lambda: torch.fft.irfft(torch.fft.rfft(x(8))),
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda: F.scaled_dot_product_attention(
         x(1, 4, 6, 8), x(1, 4, 6, 8), x(1, 4, 6, 8)
@@ -89,7 +94,14 @@ FORWARD: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 # Forward operators, which a hook may call.
-_OUTSIDE = {"index", "_unsafe_index", "_unsafe_index_put", "_weight_norm_interface", "_fft_c2r"}
+_OUTSIDE = {
+    "_fft_r2c",
+    "index",
+    "_unsafe_index",
+    "_unsafe_index_put",
+    "_weight_norm_interface",
+    "_fft_c2r",
+}
 # What the engine of this build does not run.
 GIVEN: dict[str, tuple[Any, ...]] = {
     "_native_batch_norm_legit": (
@@ -177,6 +189,12 @@ SOUND = {
     "fractional_max_pool2d_backward": ("self: axis 2 longer", "self: axis 3 longer"),
     "fractional_max_pool3d_backward": ("self: axis 2", "self: axis 3", "self: axis 4"),
     "_unsafe_index_put": ("self: axis", "values"),
+    "_fft_c2c": ("self: axis", "self: flat"),
+    "_fft_r2c": ("self: axis", "self: flat"),
+    "avg_pool2d_backward": ("self: axis 2 longer", "self: axis 3 longer"),
+    "avg_pool3d_backward": (
+        *("self: axis 2 longer", "self: axis 3 longer", "self: axis 4 longer"),
+    ),
     "_native_batch_norm_legit": ("input: axis 0", "input: axis 2"),
     "_weight_norm_interface": ("v: axis 1",),
     "grid_sampler_2d_backward": ("input: axis 2", "input: axis 3"),
@@ -231,6 +249,84 @@ def test_hostile_sizes_are_refused(operator: str, name: str, value: Any) -> None
         check_operator(func, (args, kwargs))
 
 
+ONE = torch.ones(1)
+FIVE = torch.ones(1, 1, 5, 5)
+COMPLEX = torch.ones(4, 4, dtype=torch.complex64)
+
+
+@pytest.mark.parametrize(
+    ("operator", "args"),
+    [
+        (
+            "native_layer_norm_backward",
+            (
+                *(ONE.expand(9, 2), ONE.expand(9, 2), [2], ONE.expand(9, 1), ONE.expand(9, 1)),
+                *(None, None, [True, False, False]),
+            ),
+        ),
+        (
+            "native_group_norm_backward",
+            (
+                *(ONE.expand(1, 4, 9), ONE.expand(1, 4, 9), torch.ones(1, 2), torch.ones(1, 2)),
+                *(None, 1, 4, 9, 2, [True, False, False]),
+            ),
+        ),
+        ("_weight_norm_interface", (ONE.expand(9, 2), ONE.expand(9, 1), 0)),
+        (
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+            (*[torch.ones(64, 1, 16, 1)] * 5, torch.ones(1, 1, 64 * 16), 0.0, False),
+        ),
+        (
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+            (*[ONE.expand(1, 1, 2, 99)] * 5, torch.ones(1, 1, 2), 0.0, False),
+        ),
+        (
+            "avg_pool2d_backward",
+            (
+                *(torch.ones(64, 1, 8, 8), torch.ones(1, 1, 16, 16)),
+                *([2, 2], [2, 2], [0, 0], False, True, None),
+            ),
+        ),
+        (
+            "avg_pool3d_backward",
+            (
+                *(torch.ones(1, 1, 2, 8, 8), torch.ones(64, 1, 4, 16, 16)),
+                *([2, 2, 2], [2, 2, 2], [0, 0, 0], False, True, None),
+            ),
+        ),
+        ("reflection_pad2d_backward", (ONE.expand(1, 1, 5, 17), FIVE, [12, 0, 0, 0])),
+        ("reflection_pad2d_backward", (FIVE, FIVE, [1 << 24, -(1 << 24), 0, 0])),
+        ("replication_pad2d_backward", (FIVE, FIVE, [9, -9, 0, 0])),
+        ("_fft_c2c", (COMPLEX, [5], 0, True)),
+        ("_fft_c2c", (COMPLEX, [0, 1 << 30], 0, True)),
+        ("_fft_c2c", (COMPLEX, [], 0, True)),
+        ("_fft_r2c", (COMPLEX.real, [1 << 20], 0, True)),
+        ("_fft_c2r", (COMPLEX, [5, 1], 0, 6)),
+        (
+            "grid_sampler_2d_backward",
+            (
+                torch.ones(1, 1, 4, 4),
+                torch.ones(1, 1, 4, 4),
+                torch.full((1, 4, 4, 2), 3e38),
+                *(0, 2, False, [True, True]),
+            ),
+        ),
+        ("_adaptive_avg_pool2d_backward", (torch.ones(1, 1, 4, 4), torch.ones(1, 1, 0, 0))),
+    ],
+)
+def test_what_ended_a_process_is_refused(operator: str, args: tuple[Any, ...]) -> None:
+    with pytest.raises(BadShard, match="do not fit together"):
+        check_operator(getattr(torch.ops.aten, operator).default, (args, {}))
+
+
+def test_a_grid_of_huge_numbers_is_refused_in_forward_too() -> None:
+    arguments = (torch.ones(1, 1, 4, 4), torch.full((1, 4, 4, 2), 3e38)), {}
+    with pytest.raises(BadShard, match="do not fit together"):
+        check_values("Functional.grid_sample", arguments)
+    nan = (torch.ones(1, 1, 4, 4), torch.full((1, 4, 4, 2), torch.nan)), {}
+    check_values("Functional.grid_sample", nan)
+
+
 @pytest.mark.parametrize(
     ("api", "overload"),
     [
@@ -265,3 +361,15 @@ def test_public_functions_written_in_python_lend_no_name() -> None:
     assert "norm" not in _public() or "norm" in CHECKING
     assert {"mm", "linalg_svd", "fft_rfft", "special_erf"} <= _public()
     assert not {"from_file", "set_", "resize_", "item", "record_stream"} & _public()
+
+
+@pytest.mark.parametrize(
+    ("one", "two"), [((5, 3, 4), (6, 4)), ((1, 3, 4), (5, 6, 4)), ((2, 1, 3, 4), (5, 6, 4))]
+)
+def test_distances_of_batches_that_broadcast(one: tuple[int, ...], two: tuple[int, ...]) -> None:
+    y = torch.cdist(x(*one), x(*two), p=1.0)
+    with Engine("_cdist_backward") as engine:
+        y.sum().backward()
+    assert engine.case is not None
+    func, args, kwargs = engine.case
+    check_operator(func, (args, kwargs))

@@ -274,18 +274,33 @@ def test_a_spool_that_moved_before_its_batches_ran(tmp_path: Path) -> None:
     assert not list((tmp_path / "moved").rglob("*.h5"))
 
 
-def test_a_step_captured_anew_is_one_line(tmp_path: Path) -> None:
-    store = make_spool(tmp_path / "spool-data", calls=2)
-    done = run(tmp_path)
+def test_steps_captured_anew_are_checked_anew(tmp_path: Path) -> None:
+    """As if they had been captured so in the first place."""
+
+    def capture(store: Store) -> None:
+        counts = {step: publish_step(store, 0, step, 2, error=0.5 * step) for step in (0, 1)}
+        store.close_rank(0, RankCounts(counts, "disabled"))
+
+    def contents(directory: Path) -> list[bytes]:
+        newest = max(name.split("_rank")[0][-14:] for name in tables(directory) if "_rank" in name)
+        return [text for name, text in sorted(tables(directory).items()) if newest in name]
+
+    again, fresh = tmp_path / "again", tmp_path / "fresh"
+    store = make_spool(again / "spool-data", steps=2, calls=2)
+    done = run(again)
     assert done.returncode == 0, done.stderr
-    before = tables(tmp_path)
+    before = contents(again)
     store.clear(0)
-    store.close_rank(0, RankCounts({0: publish_step(store, 0, 0, 2, error=0.5)}, "disabled"))
-    shards = sorted((tmp_path / "spool-data").rglob("*.h5"))
-    done = run(tmp_path)
-    assert done.returncode == 1
-    (line,) = complain(done)
-    assert "rank 0 step 0 was captured anew" in line
-    assert "Traceback" not in done.stderr
-    assert tables(tmp_path) == before
-    assert sorted((tmp_path / "spool-data").rglob("*.h5")) == shards
+    capture(store)
+    done = run(again)
+    assert done.returncode == 0, done.stderr
+    for step in (0, 1):
+        said = f"rank 0 step {step} was captured anew: what was checked of it before is dropped"
+        assert said in done.stderr
+    capture(Store.create(fresh / "spool-data", {"torch": "2.13.0"}))
+    done = run(fresh)
+    assert done.returncode == 0, done.stderr
+    assert contents(again) == contents(fresh) != before
+    assert len(contents(again)) >= 5
+    kept = [sorted(p.name for p in (d / "work/failed").rglob("*.h5")) for d in (again, fresh)]
+    assert kept[0] == kept[1] != []
