@@ -123,7 +123,8 @@ def _clear(arguments: argparse.Namespace) -> int:
 
     store = Store.open(arguments.spool_dir)
     ranks = _ranks(arguments, store.ranks())
-    what = f"ranks {', '.join(map(str, ranks)) or 'none'} of {store.root}"
+    named = ", ".join(map(str, ranks)) or "none"
+    what = f"rank{'s' * (len(ranks) != 1)} {named} of {store.root}"
     size = sum(store.usage(rank) for rank in ranks)
     if not arguments.force:
         for rank in ranks:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from spool.close import REASON as BY_HAND
 from spool.coverage import read_totals, total_of
+from spool.names import base_name, spellings
+from spool.settings import JudgeSettings
 from spool.standards.rows import Route, Status
 from spool.tables import RankTables, read_table
 from spool.workdir import RankEnd, WorkDir
@@ -90,13 +92,16 @@ def verdict(
     report = Report()
     findings: list[Finding] = []
     paths: list[Path] = []
+    judging = work.settings("judging")
+    unmet = set(JudgeSettings.load(judging).white_list) if judging.exists() else set()
     for rank in ranks:
         end = RankEnd.load(work.end(rank))
         tables = RankTables(results_dir, end.timestamp, rank)
         totals = read_totals(tables.coverage)
-        _count_lines(report, rank, totals)
+        _count_lines(report, rank, totals, end)
         _problems(report, rank, totals, end, tables)
-        first, errors, unchecked = _scan(tables, rank)
+        first, errors, unchecked, names = _scan(tables, rank, work.root)
+        unmet -= {spelling for name in names for spelling in spellings(name)}
         findings.extend(first)
         report.warnings += _unchecked_lines(rank, unchecked)
         if errors and fail_on == "error":
@@ -104,6 +109,11 @@ def verdict(
                 f"rank {rank}: {_calls(errors)} with errors; see {tables.summary}"
             )
         paths.extend(tables.all)
+    if unmet and ranks:
+        report.warnings.append(
+            f"white_list: no call was found of {', '.join(sorted(unmet))}; names are those of the "
+            "summary's api column without prefix and counter"
+        )
     if not ranks:
         report.problems.append("nothing was compared: rank_list is empty; name the ranks to check")
     if findings:
@@ -120,8 +130,10 @@ def show(path: Path) -> None:
         print(path.read_text(encoding="utf-8"), end="", file=sys.stderr, flush=True)
 
 
-def _count_lines(report: Report, rank: int, totals: dict[tuple[str, str], int]) -> None:
-    captured = totals.get(("captured", ""))
+def _count_lines(
+    report: Report, rank: int, totals: dict[tuple[str, str], int], end: RankEnd
+) -> None:
+    captured = None if _closed_by_hand(end) else totals.get(("captured", ""))
     parts = [f"captured {'unknown' if captured is None else captured}"]
     for what in ("found", "compared", "skipped", "replay_failed", "quarantined", "not_selected"):
         calls = total_of(totals, [what])
@@ -139,7 +151,7 @@ def _count_lines(report: Report, rank: int, totals: dict[tuple[str, str], int]) 
         )
     kept, lost = total_of(totals, ["kept"]), total_of(totals, ["not_kept"])
     if kept or lost:
-        report.lines.append(f"  failing shards kept {kept}, not kept {lost}")
+        report.lines.append(f"  shards of calls that did not pass: kept {kept}, not kept {lost}")
 
 
 def _problems(
@@ -182,6 +194,11 @@ def _problems(
             f"rank {rank}: {_calls(dropped)} dropped during capture and not checked; "
             f"the reasons are the not_captured rows of {tables.coverage}"
         )
+    if _closed_by_hand(end):
+        report.warnings.append(
+            f"rank {rank} was closed by hand: what its trainer had captured but not written is not "
+            "among these calls"
+        )
     if end.expected is None:
         why = f" ({end.note})" if end.note else ""
         report.warnings.append(
@@ -194,17 +211,22 @@ def _surplus(end: RankEnd) -> Iterator[tuple[int, int, int]]:
 
     `spool close` counts only what lies in the spool, which may be less than was there.
     """
-    expected = end.expected or {}
-    if expected.get("reason") == BY_HAND:
+    if _closed_by_hand(end):
         return
-    steps = expected.get("steps", {})
+    steps = (end.expected or {}).get("steps", {})
     for step, there in sorted(end.found.items()):
         counted = steps.get(str(step), {}).get("shards", 0)
         if end.expected is not None and there > counted:
             yield step, counted, there
 
 
-def _scan(tables: RankTables, rank: int) -> tuple[list[Finding], int, dict[str, tuple[int, str]]]:
+def _closed_by_hand(end: RankEnd) -> bool:
+    return (end.expected or {}).get("reason") == BY_HAND
+
+
+def _scan(
+    tables: RankTables, rank: int, work: Path
+) -> tuple[list[Finding], int, dict[str, tuple[int, str]], set[str]]:
     """Read the summary once.
 
     Returns
@@ -215,6 +237,8 @@ def _scan(tables: RankTables, rank: int) -> tuple[list[Finding], int, dict[str, 
         How many calls have an error.
     dict of str to (int, str)
         APIs of which no call has a verdict: how many calls, and the first one's reason.
+    set of str
+        Base names of all APIs.
     """
     first: dict[bool, Finding] = {}
     errors = 0
@@ -232,10 +256,15 @@ def _scan(tables: RankTables, rank: int) -> tuple[list[Finding], int, dict[str, 
         errors += error
         if (error or Status.WARNING.value in verdicts) and (not error) not in first:
             first[not error] = Finding(
-                not error, int(row["step"]), int(row["order"]), rank, _finding(row, rank)
+                not error, int(row["step"]), int(row["order"]), rank, _finding(row, rank, work)
             )
     unchecked = {api: entry for api, entry in skipped.items() if api not in judged}
-    return list(first.values()), errors, unchecked
+    return (
+        list(first.values()),
+        errors,
+        unchecked,
+        {base_name(api) for api in judged | set(skipped)},
+    )
 
 
 def _unchecked_lines(rank: int, unchecked: dict[str, tuple[int, str]]) -> list[str]:
@@ -252,7 +281,7 @@ def _unchecked_lines(rank: int, unchecked: dict[str, tuple[int, str]]) -> list[s
     return lines
 
 
-def _finding(row: dict[str, str], rank: int) -> str:
+def _finding(row: dict[str, str], rank: int, work: Path) -> str:
     verdicts = f"{row['route']} {row['verdict']}"
     if row["standard_verdict"] != row["verdict"]:
         verdicts += f", {row['standard_verdict']} by the {row['standard']} standard"
@@ -271,7 +300,9 @@ def _finding(row: dict[str, str], rank: int) -> str:
     if where:
         parts.append(f"  in {', '.join(where)}")
     if row["shard"]:
-        parts.append(f"  shard {row['shard']}")
+        # Where all shards are retained they are in the spool, below its rank.
+        is_moved = not row["shard"].startswith("rank")
+        parts.append(f"  shard {work / row['shard'] if is_moved else row['shard']}")
     return "\n".join(parts)
 
 

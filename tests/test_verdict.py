@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ from rowmaker import TIMESTAMP, Run, call_verdict, quarantined
 from spool.errors import SpoolError
 from spool.merge import merge_rank
 from spool.records import CallVerdict, Outcome
+from spool.settings import JudgeSettings
 from spool.standards.rows import Route, Status
 from spool.tables import RankTables
-from spool.verdict import Report, verdict
+from spool.verdict import Report, _finding, verdict
 
 
 def report(
@@ -77,7 +79,7 @@ def test_errors_are_findings_unless_asked(tmp_path: Path) -> None:
     assert "output 0: max_rel 13.25, limit 10 at (3, 5)" in result.text()
     assert "in model.layers.0.mlp, train.py:7 in forward" in result.text()
     assert "two-way calls by their own standard: 1 Warning, 1 error" in result.text()
-    assert "failing shards kept 0, not kept 3" in result.text()
+    assert "shards of calls that did not pass: kept 0, not kept 3" in result.text()
     result = report(tmp_path / "b", calls, fail_on="error")
     assert result.status == 1
     (problem,) = result.problems
@@ -229,3 +231,36 @@ def test_tables_that_are_not_there_are_one_line(tmp_path: Path) -> None:
         verdict(run.work.root, run.results, [0])
     with pytest.raises(SpoolError, match="end of a rank"):
         verdict(run.work.root, run.results, [7])
+
+
+def test_a_rank_closed_by_hand_is_no_clean_run(tmp_path: Path) -> None:
+    """Its trainer was killed: what that had not written nobody counts."""
+    by_hand = {"reason": "closed by hand", "steps": {"0": {"shards": 0, "bytes": 0, "dropped": 0}}}
+    result = report(tmp_path, [PASS], expected=by_hand)
+    assert result.status == 0
+    assert result.lines[0] == "rank 0: captured unknown, found 1, compared 1"
+    (warning,) = result.warnings
+    assert warning.startswith("rank 0 was closed by hand: what its trainer had captured but not")
+
+
+def test_a_name_of_the_white_list_that_no_call_has_is_said(tmp_path: Path) -> None:
+    run = Run(tmp_path, [[[PASS]]]).write()
+    merge_rank(run.work.root, 0, run.results)
+    path = run.work.settings("judging")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(JudgeSettings(white_list=("gleu", "__mul__")).to_json()))
+    result = verdict(run.work.root, run.results, [0])
+    (warning,) = result.warnings
+    assert warning.startswith("white_list: no call was found of gleu; names are those of")
+
+
+def test_the_shard_is_named_as_it_can_be_opened(tmp_path: Path) -> None:
+    row = {"shard": "failed/rank0/step0/000001.Torch.sin.0.h5"} | dict.fromkeys(
+        ("api", "step", "order", "route", "verdict", "standard_verdict", "standard"), "x"
+    )
+    row |= dict.fromkeys(("worst_metric", "reason", "module", "location"), "")
+    assert _finding(row, 0, Path("work")).endswith(
+        "shard work/failed/rank0/step0/000001.Torch.sin.0.h5"
+    )
+    row["shard"] = "rank0/step0/000001.Torch.sin.0.h5"
+    assert _finding(row, 0, Path("work")).endswith("shard rank0/step0/000001.Torch.sin.0.h5")

@@ -23,6 +23,10 @@ class Filters:
         self._scope = config.scope
         self._inside = self._scope is None
         self._passed = False
+        self._chosen = {"white_list": config.white_list, "black_list": config.black_list}
+        self._unseen = {name for names in self._chosen.values() for name in names}
+        self._unmet = set(config.list)
+        self._has_begun = self._has_ended = False
 
     def new_step(self) -> None:
         """Begin a step: the scope is closed until its first call is met."""
@@ -40,6 +44,8 @@ class Filters:
             Its counter.
         """
         base = base_name(api)
+        if self._unseen:
+            self._unseen.difference_update(spellings(base))
         listed = (not self._white or base in self._white) and base not in self._black
         if self._scope is None and not self._full and not self._parts:
             return listed
@@ -52,18 +58,38 @@ class Filters:
             return True
         first, last = self._scope
         if not self._inside and not self._passed and first in names:
-            self._inside = True
+            self._inside = self._has_begun = True
         inside = self._inside
         if inside and last in names:
             self._inside, self._passed = False, True
+            self._has_ended = True
         return inside
 
     def _named(self, names: set[str]) -> bool:
         if not self._full and not self._parts:
             return True
-        if not self._full.isdisjoint(names):
-            return True
-        return any(part in name for part in self._parts for name in names)
+        found = self._full & names
+        found.update(part for part in self._parts if any(part in name for name in names))
+        if self._unmet:
+            self._unmet -= found
+        return bool(found)
+
+    def unmet(self) -> list[str]:
+        """What the user asked for and no call was: a line each."""
+        lines = [
+            f"{key}: no call was made of {', '.join(missing)}"
+            for key, names in self._chosen.items()
+            if (missing := sorted(names & self._unseen))
+        ]
+        if self._unmet:
+            lines.append(f"list: no call was like {', '.join(sorted(self._unmet))}")
+        if self._scope is not None and not self._has_begun:
+            lines.append(f"scope: {self._scope[0]} was never called, so nothing was captured")
+        elif self._scope is not None and not self._has_ended:
+            lines.append(
+                f"scope: {self._scope[1]} was never called, so it went on to the step's end"
+            )
+        return lines
 
 
 def _spread(bases: frozenset[str]) -> frozenset[str]:

@@ -68,9 +68,9 @@ class Ledger:
         """What `step` says about the step, in one line."""
         skipped = ", ".join(f"{reason} {n}" for reason, n in sorted(self.skipped.items()))
         return (
-            f"step {self.step}: {self.accepted} calls captured, {amount(self.accepted_bytes)}, "
-            f"dropped {self.dropped}, skipped {skipped or 'none'}, "
-            f"blocked {self.blocked:.2f} s"
+            f"step {self.step}: {self.accepted} calls captured, "
+            f"{amount(self.accepted_bytes)} of tensors, dropped {self.dropped}, "
+            f"skipped {skipped or 'none'}, blocked {self.blocked:.2f} s"
         )
 
 

@@ -134,7 +134,7 @@ class Live:
         """Whether our mode is where it was put; says so once if it is not."""
         if not self._pushed or threading.get_ident() != self._thread or self.mode.present():
             return True
-        self._sink.skip(self.recorder.ledger, MODE_LOST)
+        self._sink.skip(self.recorder.ledger, MODE_LOST, dropped=True)
         logger.error(
             "capture's hook is gone from torch's mode stack: a function mode that was open before "
             "start was closed; nothing more is captured in this run, training goes on"
@@ -217,9 +217,10 @@ class Live:
             counts = self._counts(reason)
             self._beat()
             self._store.close_rank(self._rank, counts)
+            self._say_unmet()
             steps = counts.steps.values()
             logger.info(
-                "rank %d closed (%s): %d calls, %s, dropped %d",
+                "rank %d closed (%s): %d calls, %s of shards, dropped %d",
                 self._rank,
                 reason,
                 sum(step.shards for step in steps),
@@ -231,6 +232,18 @@ class Live:
         finally:
             self._closed.set()
             self._on_end()
+
+    def _say_unmet(self) -> None:
+        """What was asked for and never came, so that nobody takes its absence for a pass."""
+        lines = self.recorder.unmet()
+        late = sorted(step for step in self._config.step if step > self._step)
+        if late:
+            steps = ", ".join(map(str, late[:5])) + (", ..." if len(late) > 5 else "")
+            lines.append(
+                f"step: {steps} never came, the last one was {self._step}; spool.step() ends a step"
+            )
+        for line in lines:
+            logger.warning("rank %d: %s", self._rank, line)
 
     def _counts(self, reason: str) -> RankCounts:
         steps: dict[int, StepCounts] = dict(self._kept)

@@ -120,6 +120,10 @@ class Recorder:
             self._counters = Counters()
             self._filters.new_step()
 
+    def unmet(self) -> list[str]:
+        """What the user asked for and no call was: a line each."""
+        return self._filters.unmet()
+
     def wants_engine(self) -> bool:
         """Whether operators of the autograd engine, started now, are captured."""
         if not self.active:

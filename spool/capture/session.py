@@ -158,6 +158,12 @@ def enable(
     if settings.ignored:
         logger.info("keys without a meaning here are ignored: %s", ", ".join(settings.ignored))
     rank = find_rank()
+    world = os.environ.get("WORLD_SIZE", "")
+    beyond = sorted(r for r in settings.rank if world.isdigit() and r >= int(world))
+    if beyond and rank == 0:
+        logger.warning(
+            "rank: %s will never come: there are %s ranks", _shown(frozenset(beyond)), world
+        )
     if not settings.wants_rank(rank):
         logger.info(
             "rank %d is not among the captured ranks %s: nothing is captured here",

@@ -152,7 +152,14 @@ class Intake(threading.Thread):
     def _look(self) -> bool:
         store = self._find_store()
         if store is None or not (self._root / "run.json").exists():
-            self._remind("spool", f"waiting for a spool in {self._root}")
+            if self._root.exists():
+                self._remind("spool", f"waiting for a spool in {self._root}")
+            else:
+                self._remind(
+                    "spool",
+                    f"waiting for a spool in {self._root}, which is not there yet "
+                    "(--config spool_dir=DIR names another)",
+                )
             return False
         began = self._clock()
         is_listing = began >= self._next_listing

@@ -161,6 +161,7 @@ def _max_pool(axes: int) -> Callable[[Given], bool]:
         return (
             source.dim() in (axes + 1, axes + 2)
             and _same_shape(indices, grad)
+            and _dense(indices)
             and grad.shape[:-axes] == source.shape[:-axes]
             and _within(indices, 0, math.prod(source.shape[-axes:]))
         )

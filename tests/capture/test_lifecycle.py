@@ -271,8 +271,8 @@ def test_step_line_tells_what_was_captured(spooled, said):
         torch.sin(torch.ones(1, device="meta"))
         session.step()
     assert (
-        "rank 0 step 0: 1 calls captured, 8 B, dropped 0, skipped meta tensor 1, blocked 0.00 s"
-        in said()
+        "rank 0 step 0: 1 calls captured, 8 B of tensors, dropped 0, "
+        "skipped meta tensor 1, blocked 0.00 s" in said()
     )
 
 

@@ -215,3 +215,48 @@ def test_msprobe_file_as_it_is(spooled, tmp_path, said):
     assert spooled.store().steps(0) == [0, 1]
     assert len(spooled.names(1)) == 3
     assert "ignored: dump_path, seed, tensor.data_mode" in said()
+
+
+def test_what_was_asked_for_and_never_came_is_said_at_the_end(spooled, said):
+    keywords = {
+        "white_list": ["sin", "gleu"],
+        "black_list": ["cosh", "sin"],
+        "list": ["Torch.sin.7", "cos", "Torch.add.0"],
+        "scope": ["Torch.sin.0", "Torch.tan.0"],
+        "step": [0, 3, "5-20"],
+    }
+    with spooled.enable(**keywords) as session:
+        torch.sin(torch.ones(2))
+        torch.cos(torch.ones(2))
+        session.step()
+    for line in (
+        "rank 0: white_list: no call was made of gleu",
+        "rank 0: black_list: no call was made of cosh",
+        "rank 0: list: no call was like Torch.add.0, Torch.sin.7",
+        "rank 0: scope: Torch.tan.0 was never called, so it went on to the step's end",
+        "rank 0: step: 3, 5, 6, 7, 8, ... never came, the last one was 1; spool.step() ends a step",
+    ):
+        assert line in said()
+
+
+def test_a_scope_that_never_begins_is_said(spooled, said):
+    spooled.capture(lambda: torch.sin(torch.ones(2)), scope=["Torch.tan.0", "Torch.sin.0"])
+    assert "scope: Torch.tan.0 was never called, so nothing was captured" in said()
+
+
+def test_nothing_is_said_where_all_came(spooled, said):
+    spooled.capture(
+        lambda: (torch.ones(2) + 1).sin(),
+        white_list=["__add__", "sin"],
+        list=["sin", "Tensor.add.0"],
+        scope=["Tensor.add.0", "Tensor.sin.0"],
+        step=[0],
+    )
+    assert "no call" not in said()
+    assert "never" not in said()
+
+
+def test_a_rank_beyond_the_last_is_said(spooled, said, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    spooled.capture(lambda: torch.sin(torch.ones(2)), rank=[0, "2-3"])
+    assert "rank: [2, 3] will never come: there are 2 ranks" in said()

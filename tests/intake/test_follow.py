@@ -310,7 +310,8 @@ def test_a_missing_spool_is_waited_for_with_a_repeating_line(root: Path) -> None
     run.intake.prepare()
     for _ in range(65):
         assert not run.look(1)
-    assert run.lines == [f"waiting for a spool in {root / 'spool'}"] * 3
+    line = f"waiting for a spool in {root / 'spool'}, which is not there yet "
+    assert run.lines == [line + "(--config spool_dir=DIR names another)"] * 3
     make_spool(root / "spool")
     assert run.look(1)
     run.close()
