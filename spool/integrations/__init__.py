@@ -1,0 +1,1 @@
+"""Capture in other libraries' training loops; each module needs its library."""
