@@ -8,6 +8,7 @@ mode switches off one fast path of torch, the fused kernel of
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,7 @@ class Interceptor(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
         self._engine = engine
+        self._local = threading.local()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -54,15 +56,22 @@ class Interceptor(TorchFunctionMode):
         return self._recorder.run(func, args, kwargs or {})
 
     def place(self) -> None:
-        """Put this mode on top of the calling thread's stack.
+        """Put this mode on the calling thread's stack, above the modes of its first time.
 
-        Takes off those of earlier captures that another thread ended, which could not
-        reach this stack.
+        Where it is put again, modes that were entered since stay above it: whoever leaves
+        one takes the top off, and that must be theirs. Takes off modes of earlier captures
+        that another thread ended, which could not reach this stack.
         """
         for mode in _stack():
             if isinstance(mode, Interceptor) and mode is not self:
                 mode.remove()
+        below = self._local.__dict__.setdefault("below", _stack())
+        above = []
+        while (stack := _stack()) and not any(stack[-1] is mode for mode in below):
+            above.append(_pop())
         _push(self)
+        for mode in reversed(above):
+            _push(mode)
 
     def present(self) -> bool:
         """Whether this mode is on the calling thread's stack."""

@@ -70,6 +70,7 @@ class Live:
         self._step = 0
         self._started = False
         self._pushed = False
+        self._said_below = False
         self.ended = False
         self._closer: int | None = None
         self._closed = threading.Event()
@@ -85,14 +86,13 @@ class Live:
             return
         if not self._pushed:
             below = open_modes()
-            if below:
+            if below and not self._said_below:
                 logger.info(
                     "function modes that are open now (%s) must stay open until disable(): "
                     "closing one earlier would remove capture's hook in its place",
                     ", ".join(below),
                 )
-            self.mode.place()
-            self._pushed = True
+            self._said_below = True
             self._thread = threading.get_ident()
         self._started = True
         if self._verify():
@@ -116,7 +116,16 @@ class Live:
         self._update()
 
     def _update(self) -> None:
-        self.recorder.active = self._started and not self.ended and self._wants_step()
+        """Put the hook where a step is captured, and take it off where none is."""
+        active = self._started and not self.ended and self._wants_step()
+        # In another thread than ours the mode stays as it is: stacks are per thread.
+        if active != self._pushed and threading.get_ident() == self._thread:
+            if active:
+                self.mode.place()
+            else:
+                self.mode.remove()
+            self._pushed = active
+        self.recorder.active = active
 
     def _wants_step(self) -> bool:
         return self._config.wants_step(self._step) and self._step not in self._kept

@@ -7,7 +7,11 @@ import threading
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import (
+    BaseTorchFunctionMode,
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+)
 
 import spool
 from spool.errors import SpoolError, StoreError
@@ -336,3 +340,33 @@ def test_a_capture_ended_by_another_thread_leaves_no_mode_behind(spooled, tmp_pa
         with spool.enable(spool_dir=tmp_path / "next"):
             assert len(_get_current_function_mode_stack()) == 2
         assert _get_current_function_mode_stack() == [theirs]
+
+
+def test_steps_that_are_not_captured_have_no_mode(spooled):
+    def kinds():
+        return [type(mode).__name__ for mode in _get_current_function_mode_stack()]
+
+    class Other(BaseTorchFunctionMode):
+        pass
+
+    with Other(), spooled.enable(step=[1, 3]) as session:
+        assert kinds() == ["Other"]
+        session.step()
+        assert kinds() == ["Other", "Interceptor"]
+        session.stop()
+        assert kinds() == ["Other"]
+        session.start()
+        torch.sin(torch.ones(2))
+        session.step()
+        assert kinds() == ["Other"]
+        # A block that spans the beginning of a captured step closes as it would without us.
+        with torch.device("cpu"):
+            session.step()
+            assert kinds() == ["Other", "Interceptor", "DeviceContext"]
+            torch.cos(torch.ones(2))
+        assert kinds() == ["Other", "Interceptor"]
+        torch.tan(torch.ones(2))
+        session.step()
+        assert kinds() == ["Other"]
+    assert spooled.names(1) == ["Torch.sin.0"]
+    assert spooled.names(3) == ["Torch.cos.0", "Torch.tan.0"]
