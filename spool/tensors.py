@@ -40,6 +40,7 @@ from spool.dtypes import CONSTANTS
 __all__ = [
     "DTYPES",
     "Unsupported",
+    "below_autograd",
     "copy_to_host",
     "dtype_name",
     "freeze",
@@ -48,6 +49,15 @@ __all__ = [
 ]
 
 _PLAIN_TYPES = frozenset((type(None), bool, int, float, complex, str, type(Ellipsis)))
+
+
+def below_autograd() -> Any:
+    """Context in which nothing is recorded for autograd.
+
+    Unlike ``torch.no_grad`` it is not written in Python, so that an exception of a signal
+    handler cannot end it half-way and leave gradients off.
+    """
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 def copy_to_host(flat: torch.Tensor) -> npt.NDArray[Any]:
@@ -88,7 +98,7 @@ def freeze(
     Unsupported
         Before anything is copied: a type, layout or nesting that is not stored.
     """
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.no_grad():
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), below_autograd():
         collector = _Collector()
         trees = [collector.collect(value, 0) for value in values]
         if not collector.found:

@@ -36,6 +36,7 @@ ENTRIES = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 # Position of ``create_graph`` among their arguments.
 _CREATE_GRAPH = dict(zip(ENTRIES, (3, 3, 4), strict=True))
 _OUTSIDE = -1
+_TRACED = "<eval_with_key>"
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _RUN_BACKWARD = graph._engine_run_backward.__code__
 _CALL_IMPL = torch.nn.Module._call_impl.__code__
@@ -64,8 +65,8 @@ class Engine:
         if not self._can or not self._recorder.wants_engine():
             return func(*args, **kwargs)
         position = _CREATE_GRAPH[func]
-        given = args[position] if position < len(args) else False
-        makes_graph = bool(kwargs.get("create_graph", given))
+        given = kwargs.get("create_graph", args[position] if position < len(args) else False)
+        makes_graph = isinstance(given, int) and given != 0  # what else it is, torch refuses
         with self._lock:
             self._graphs += makes_graph
         _current = self
@@ -76,15 +77,21 @@ class Engine:
             with self._lock:
                 self._graphs -= makes_graph
 
-    def on_operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_operator(
+        self,
+        operator: Any,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Run an operator that came by in the engine."""
         if (
             not self._recorder.active
             or torch._C._current_graph_task_id() == _OUTSIDE
             or self._is_recomputed()
         ):
-            return operator(*args, **kwargs)
-        return self._recorder.run(operator, args, kwargs, in_engine=True)
+            return run(*args, **kwargs)
+        return self._recorder.run(operator, args, kwargs, in_engine=run)
 
     def _is_recomputed(self) -> bool:
         """Whether the operator belongs to a forward that is run again.
@@ -99,6 +106,8 @@ class Engine:
         while frame is not None and frame.f_code is not _RUN_BACKWARD:
             if frame.f_code is _CALL_IMPL or frame.f_code.co_filename == _CHECKPOINT:
                 return True
+            if frame.f_code.co_filename.startswith(_TRACED):
+                return False  # a graph that torch made, which the recorder counts as one
             frame = frame.f_back
         return False
 
@@ -106,9 +115,9 @@ class Engine:
 _current: Engine | None = None
 
 
-def _on_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return (
-        operator(*args, **kwargs)
-        if _current is None
-        else (_current.on_operator(operator, args, kwargs))
-    )
+def _on_operator(
+    operator: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if _current is None:
+        return run(*args, **kwargs)
+    return _current.on_operator(operator, run, args, kwargs)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 
@@ -81,16 +82,23 @@ def raised_by_handler(error: BaseException) -> bool:
 
     Timeouts and preemption are often told to a training loop in this way.
     """
-    handlers = {
-        getattr(getattr(handler, "__func__", handler), "__code__", None)
-        for handler in map(signal.getsignal, signal.valid_signals())
-    }
+    handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()}
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code in handlers:
             return True
         trace = trace.tb_next
     return False
+
+
+def _code(handler: Any) -> CodeType | None:
+    """The code that a signal handler runs: of a function, method, partial or callable object."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    if callable(handler) and not hasattr(handler, "__code__") and not hasattr(handler, "__func__"):
+        handler = type(handler).__call__
+    code = getattr(getattr(handler, "__func__", handler), "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 def _is_main_thread() -> bool:

@@ -52,8 +52,18 @@ class Interceptor(TorchFunctionMode):
         if not self._recorder.active:
             return func(*args, **(kwargs or {}))
         if self._engine is not None and func in ENTRIES:
-            return self._engine.run(func, args, kwargs or {})
+            # Meanwhile torch has taken this mode off the stack, and hooks of the user run.
+            before, self._local.is_away = self.is_away, True
+            try:
+                return self._engine.run(func, args, kwargs or {})
+            finally:
+                self._local.is_away = before
         return self._recorder.run(func, args, kwargs or {})
+
+    @property
+    def is_away(self) -> bool:
+        """Whether torch will put this mode back on the calling thread's stack."""
+        return bool(getattr(self._local, "is_away", False))
 
     def place(self) -> None:
         """Put this mode on the calling thread's stack, above the modes of its first time.
@@ -65,6 +75,8 @@ class Interceptor(TorchFunctionMode):
         for mode in _stack():
             if isinstance(mode, Interceptor) and mode is not self:
                 mode.remove()
+        if self.present():
+            return
         below = self._local.__dict__.setdefault("below", _stack())
         above = []
         while (stack := _stack()) and not any(stack[-1] is mode for mode in below):
@@ -74,8 +86,8 @@ class Interceptor(TorchFunctionMode):
             _push(mode)
 
     def present(self) -> bool:
-        """Whether this mode is on the calling thread's stack."""
-        return any(mode is self for mode in _stack())
+        """Whether this mode is on the calling thread's stack, or will be again."""
+        return self.is_away or any(mode is self for mode in _stack())
 
     def remove(self) -> bool:
         """Take this mode, and no other, off the calling thread's stack.
@@ -85,8 +97,11 @@ class Interceptor(TorchFunctionMode):
         Returns
         -------
         bool
-            False if it was not there: somebody popped it.
+            False if it was not there: somebody popped it. One that is away comes back,
+            and stays there inactive.
         """
+        if self.is_away:
+            return True
         if not self.present():
             return False
         above = []

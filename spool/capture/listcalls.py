@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from spool.tensors import below_autograd
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 # The overloads that take one tensor of scalars in place of a list of them.
@@ -51,7 +53,7 @@ def split_arguments(
             return value[number : number + 1]
         return value
 
-    with torch.no_grad():
+    with below_autograd():
         return [
             (
                 tuple(pick(position, value, number) for position, value in enumerate(args)),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import _ops
 from torch._ops import OpOverload
 
 from spool.capture.denylist import COLLECTIVES
@@ -20,7 +21,7 @@ from spool.capture.naming import Kind, Names
 
 logger = logging.getLogger("spool")
 
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 _BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
@@ -41,8 +42,8 @@ def register(handler: Handler) -> bool:
     Parameters
     ----------
     handler : callable
-        Called with operator, args and kwargs in place of the operator, which it must
-        call. Operators that the operator itself calls do not come to it.
+        Called in place of an operator, with the operator, a function that runs it, args
+        and kwargs. Operators that the operator itself calls do not come to it.
 
     Returns
     -------
@@ -53,6 +54,7 @@ def register(handler: Handler) -> bool:
     try:
         if "_" not in _libraries:
             _library("_").fallback(torch.library.fallthrough_kernel, _KEY_NAME)
+            _let_through(_ops)
         for operator in _operators():
             kernel = functools.partial(_kernel, operator)
             _library(operator.namespace).impl(operator, kernel, _KEY_NAME, with_keyset=True)
@@ -80,6 +82,13 @@ def _key() -> Any:
 @functools.cache
 def _keys() -> Any:
     return torch._C.DispatchKeySet(_key())
+
+
+def _let_through(ops: Any) -> None:
+    """Let operators that torch dispatches in Python (cond, flex attention) overlook the key."""
+    ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_key())
+    for operator in ops._higher_order_ops.values():
+        operator.fallthrough(_key())
 
 
 def _library(namespace: str) -> Any:
@@ -126,17 +135,45 @@ def _is_composed(operator: Any, device: str) -> bool:
 
 def _kernel(operator: OpOverload, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
     """What torch calls in place of an operator, while the key is included."""
+    run = functools.partial(_run, operator)
     tensor = next((item for item in _flat(args) if isinstance(item, torch.Tensor)), None)
     # Of these the operators inside are to be seen: on the local shards of a distributed
     # tensor, or what an operator is composed of.
-    if type(tensor).__name__ == "DTensor" or (
-        _is_composed(operator, "cpu" if tensor is None else tensor.device.type)
-    ):
+    is_apart = type(tensor).__name__ == "DTensor" or _is_composed(operator, _device(tensor))
+    if is_apart and not _has_numbers(operator, args):
         return operator.redispatch(keyset.remove(_key()), *args, **kwargs)
     with torch._C._ExcludeDispatchKeyGuard(_keys()):
-        if _handler is None:
+        return run(*args, **kwargs) if _handler is None else _handler(operator, run, args, kwargs)
+
+
+def _run(operator: OpOverload, /, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator as torch would have, had it not come to us.
+
+    As a function of Python it would first ask modes and tensor subclasses for their
+    opinion, which happens above the dispatcher and is over.
+    """
+    if torch._C._has_torch_function(tuple(_flat((*args, *kwargs.values())))):
+        with torch._C.DisableTorchFunction():
             return operator(*args, **kwargs)
-        return _handler(operator, args, kwargs)
+    return operator(*args, **kwargs)
+
+
+def _device(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "cpu"
+    if type(tensor) is torch.Tensor:
+        return tensor.device.type
+    with torch._C.DisableTorchFunction():
+        return tensor.device.type
+
+
+def _has_numbers(operator: OpOverload, args: Iterable[Any]) -> bool:
+    """Whether a number stands for a tensor, which only the operator itself can take back."""
+    arguments = operator._schema.arguments
+    return any(
+        isinstance(value, (bool, int, float, complex)) and str(argument.type) == "Tensor"
+        for argument, value in zip(arguments, args, strict=False)
+    )
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:

@@ -139,7 +139,7 @@ class Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        in_engine: bool = False,
+        in_engine: Callable[..., Any] | None = None,
     ) -> Any:
         """Run a function that torch reported, captured if it is a call.
 
@@ -151,14 +151,15 @@ class Recorder:
             From the function protocol; from the dispatcher if `in_engine`.
         args, kwargs
             Live.
-        in_engine : bool
-            The autograd engine runs it.
+        in_engine : callable, optional
+            What runs it instead, if the autograd engine does.
         """
-        pending = self._before(func, args, kwargs, in_engine)
+        call = in_engine or func
+        pending = self._before(func, args, kwargs, in_engine is not None)
         if pending is None:
-            return func(*args, **kwargs)
+            return call(*args, **kwargs)
         try:
-            result = func(*args, **kwargs)
+            result = call(*args, **kwargs)
         except BaseException:
             self._abandon(pending)
             raise

@@ -71,7 +71,8 @@ def stored_bytes(values: list[torch.Tensor]) -> int:
     """
     seen: dict[tuple[int, int], int] = {}
     for value in values:
-        with suppress(RuntimeError):  # sparse and the like: the snapshot will refuse them
+        # Sparse, nested and the like: the snapshot will refuse them.
+        with suppress(RuntimeError, AttributeError, TypeError):
             elements = value.numel()
             if elements and value.is_contiguous():
                 seen[value.data_ptr(), elements] = elements * value.element_size()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
@@ -550,3 +551,109 @@ def test_a_linear_whose_result_is_a_view_has_its_place(spooled):
     )
     products = [call for call in calls if call.api == "Aten.mm"]
     assert [call.context.module for call in products] == ["Net.second", "Net.second", "Net.first"]
+
+
+def test_operators_that_torch_dispatches_in_python(spooled):
+    def run():
+        x = leaf(4, 4)
+        y = torch.cond(x.sum() > 100, lambda x: x.sin() * 2, lambda x: x.cos(), (x,))
+        y.sum().backward()
+        return x.grad
+
+    plain = run()
+    got = []
+    spooled.capture(lambda: got.append(run()))
+    assert torch.equal(got[0], plain)
+    assert spooled.store().step_closed(0, 0).skipped["compiled graph"] >= 1
+
+
+class Doubled(torch.Tensor):
+    """Whose every use from Python counts double."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.is_floating_point():
+                return (result * 2).as_subclass(torch.Tensor)
+            return result
+
+
+class Shy(torch.Tensor):
+    """Which knows one function."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is not torch.mul:
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.mul(*args).as_subclass(torch.Tensor)
+
+
+class Named(torch.Tensor):
+    """Which says nothing."""
+
+
+@pytest.mark.parametrize("kind", [Doubled, Shy, Named])
+def test_tensor_subclasses_are_not_asked_in_the_engine(spooled, kind):
+    def run():
+        torch.manual_seed(0)
+        with torch._C.DisableTorchFunctionSubclass():
+            weight = torch.randn(4).as_subclass(kind).requires_grad_()
+        x = torch.randn(4, requires_grad=True)
+        seen = []
+        scaled = x * 1
+        scaled.register_hook(lambda grad: seen.append(type(grad)))
+        y = torch.mul(scaled, weight)
+        with torch._C.DisableTorchFunctionSubclass():
+            y = y.as_subclass(torch.Tensor)
+        y.sum().backward()
+        return x.grad, seen
+
+    plain = run()
+    got = []
+    calls = spooled.capture(lambda: got.append(run()))
+    assert torch.equal(got[0][0], plain[0])
+    assert got[0][1] == plain[1]
+    assert bases(calls)["Aten.mul"] >= 1
+
+
+def test_a_step_may_end_in_a_hook(spooled, said):
+    with spooled.enable() as session:
+        x = leaf(4)
+        x.register_hook(lambda _: session.step())
+        x.sin().sum().backward()
+        x.cos()
+    assert [e.name for e in spooled.store().shards(0, 1)] == ["Tensor.cos.0"]
+    assert "hook is gone" not in said()
+
+
+def test_a_capture_may_end_in_a_hook(spooled, said):
+    spooled.enable()
+    x = leaf(4)
+    x.register_hook(lambda _: spool.disable())
+    x.sin().sum().backward()
+    assert "gone" not in said()
+    closed = spooled.store().rank_closed(0)
+    assert closed is not None
+    assert closed.reason == "disabled"
+    x.cos()
+    with spool.enable(spool_dir=spooled.root.with_name("next")):
+        x.tan()
+    assert len([m for m in _get_current_function_mode_stack() if "Interceptor" in str(m)]) <= 1
+
+
+def test_create_graph_of_another_type_is_torch_s_to_refuse(spooled):
+    x = leaf(4)
+    with spooled.enable(), pytest.raises(TypeError):
+        x.sin().sum().backward(create_graph=torch.ones(2))
+
+
+def test_jagged_tensors_are_counted_by_their_type(spooled):
+    with spooled.enable():
+        rows = [torch.randn(3, 4), torch.randn(5, 4)]
+        jagged = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+        F.layer_norm(jagged.sin() * 2, (4,)).values().sum().backward()
+    skipped = spooled.store().step_closed(0, 0).skipped
+    assert "hook failed" not in skipped
+    assert skipped["torch.nested._internal.nested_tensor.NestedTensor"] > 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import sys
 import time
@@ -37,9 +38,24 @@ class Preempted(Exception):
     """What a program raises from its own signal handler."""
 
 
-def test_an_exception_of_a_signal_handler_reaches_the_program(spooled, monkeypatch):
-    def handler(number, frame):
+def preempt(*arguments):
+    raise Preempted
+
+
+class Preemption:
+    def __call__(self, number, frame):
         raise Preempted
+
+    def told(self, number, frame):
+        raise Preempted
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [preempt, functools.partial(preempt, "job"), Preemption(), Preemption().told],
+    ids=["function", "partial", "object", "method"],
+)
+def test_an_exception_of_a_signal_handler_reaches_the_program(spooled, monkeypatch, handler):
 
     def rearm(unraisable):
         # The signal fell into a finalizer, from which Python lets no exception out:
@@ -58,7 +74,7 @@ def test_an_exception_of_a_signal_handler_reaches_the_program(spooled, monkeypat
             x * 2
 
     try:
-        for delay in [0.0002 * n for n in range(1, 60)]:
+        for delay in [0.0004 * n for n in range(1, 30)]:
             signal.setitimer(signal.ITIMER_REAL, delay)
             with pytest.raises(Preempted):
                 work()
@@ -69,3 +85,42 @@ def test_an_exception_of_a_signal_handler_reaches_the_program(spooled, monkeypat
     assert session._live._sink._held >= 0
     counts = spooled.store().rank_closed(0).steps[0]
     assert counts.shards == len(spooled.names()) > 0
+
+
+def test_an_exception_of_a_signal_handler_leaves_no_state(spooled):
+    """Gradients stay on, and torch's dispatcher as it was, wherever the signal falls."""
+
+    def handler(number, frame):
+        raise Preempted
+
+    def state():
+        return (
+            torch.is_grad_enabled(),
+            torch._C._dispatch_tls_local_include_set().raw_repr(),
+            torch._C._dispatch_tls_local_exclude_set().raw_repr(),
+            torch._C._is_torch_function_enabled(),
+        )
+
+    net = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(10)])
+    x = torch.randn(2, 4)
+    first = state()
+    before = signal.signal(signal.SIGALRM, handler)
+    session = spooled.enable()
+    end = time.monotonic() + 5
+    rounds = 0
+    try:
+        while time.monotonic() < end:
+            rounds += 1
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.0137 * (rounds % 17) / 17)
+                until = time.monotonic() + 2
+                while time.monotonic() < until:
+                    net(x).sum().backward()
+            except Preempted:
+                pass
+            assert state() == first, rounds
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    session.disable()
+    assert rounds > 10
