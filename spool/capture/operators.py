@@ -30,6 +30,7 @@ _PRIVATE = "PrivateUse1"  # where the NPU is
 _INTERNAL = COLLECTIVES | {"prim", "prims", "profiler", "inductor", "debugprims", "rngprims"}
 
 _handler: Handler | None = None
+_is_unable = False
 _libraries: dict[str, Any] = {}
 _known: set[str] = set()
 
@@ -50,7 +51,9 @@ def register(handler: Handler) -> bool:
     bool
         False if this torch cannot.
     """
-    global _handler
+    global _handler, _is_unable
+    if _is_unable:
+        return False
     try:
         if "_" not in _libraries:
             _library("_").fallback(torch.library.fallthrough_kernel, _KEY_NAME)
@@ -58,7 +61,8 @@ def register(handler: Handler) -> bool:
         for operator in _operators():
             kernel = functools.partial(_kernel, operator)
             _library(operator.namespace).impl(operator, kernel, _KEY_NAME, with_keyset=True)
-    except (AttributeError, TypeError, RuntimeError) as error:
+    except Exception as error:  # whatever an older or newer torch does not have
+        _is_unable = True
         logger.warning(
             "torch %s does not show the operators inside backward, they are not captured: %s",
             torch.__version__,

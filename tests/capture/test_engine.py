@@ -657,3 +657,17 @@ def test_jagged_tensors_are_counted_by_their_type(spooled):
     skipped = spooled.store().step_closed(0, 0).skipped
     assert "hook failed" not in skipped
     assert skipped["torch.nested._internal.nested_tensor.NestedTensor"] > 2
+
+
+def test_a_torch_that_does_not_show_its_operators(spooled, said, monkeypatch):
+    from spool.capture import operators
+
+    def missing(ops):
+        raise AttributeError("no such list")
+
+    monkeypatch.setattr(operators, "_libraries", {})
+    monkeypatch.setattr(operators, "_library", lambda namespace: missing(namespace))
+    monkeypatch.setattr(operators, "_is_unable", False)
+    calls = spooled.capture(lambda: leaf(4).sin().sum().backward())
+    assert [call.name for call in calls] == ["Tensor.sin.0", "Tensor.sum.0"]
+    assert "does not show the operators inside backward, they are not captured: no such" in said()
