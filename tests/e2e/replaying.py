@@ -49,7 +49,19 @@ class Outcomes:
 
 
 def replay_all(root: Path, rank: int = 0) -> Outcomes:
-    """Replay and judge every call of a rank."""
+    """Replay and judge every call of a rank, on one thread, as `train.py` trains.
+
+    Some kernels add up in an order that hangs on the number of threads.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _replayed(root, rank)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _replayed(root: Path, rank: int) -> Outcomes:
     store, found = Store.open(root), Outcomes()
     for step in store.steps(rank):
         counts = store.step_closed(rank, step)
