@@ -34,7 +34,7 @@ import torch.nn.functional
 import torch.overrides
 from torch._ops import OpOverload, OpOverloadPacket
 
-from spool.atennames import overloads
+from spool.atennames import overloads, words
 
 Function = Callable[..., Any]
 
@@ -43,28 +43,24 @@ class Refused(LookupError):
     """A name is not in the table."""
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 REACHES_OUTSIDE = (
     # Takes a callable, a pickle or a hook.
-    _words(
+    words(
         "apply_ map_ map2_ module_load register_hook register_post_accumulate_grad_hook"
         " __reduce_ex__ __setstate__ __deepcopy__ triplet_margin_with_distance_loss"
     )
     # Hands out or replaces memory, or resizes to memory that was never written.
-    | _words(
+    | words(
         "set_ numpy __array__ __array_wrap__ __dlpack__ __dlpack_device__ data_ptr const_data_ptr"
         " storage untyped_storage storage_type share_memory_ pin_memory record_stream resize"
         " resize_ resize_as resize_as_ resize_as_sparse_ sparse_resize_ sparse_resize_and_clear_"
     )
     # Runs autograd, or changes how later calls behave.
-    | _words("backward requires_grad_ retain_grad autocast")
+    | words("backward requires_grad_ retain_grad autocast")
     # Moves to devices that the checking host does not have.
-    | _words("cuda ipu xpu mtia")
+    | words("cuda ipu xpu mtia")
     # Packs weights into opaque forms, whose readers trust what they get.
-    | _words(
+    | words(
         "to_mkldnn fbgemm_pack_gemm_matrix_fp16 fbgemm_pack_quantized_matrix"
         " fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation"
         " fbgemm_linear_int8_weight fbgemm_linear_int8_weight_fp32_activation"
@@ -75,7 +71,7 @@ REACHES_OUTSIDE = (
 
 VALUELESS = (
     # Metadata, printing and conversion to Python: nothing was computed.
-    _words(
+    words(
         "__len__ __repr__ __format__ __reversed__ __bool__ __nonzero__ __int__ __long__ __index__"
         " __float__ __complex__ item tolist dim dim_order size numel nelement ndimension"
         " element_size storage_offset get_device is_coalesced is_complex is_conj is_contiguous"
@@ -84,7 +80,7 @@ VALUELESS = (
         " sym_sqrt sym_sum"
     )
     # Sparse and quantized tensors are not captured.
-    | _words(
+    | words(
         "coalesce ccol_indices col_indices crow_indices row_indices indices values dense_dim"
         " sparse_dim sparse_mask to_sparse int_repr qscheme q_per_channel_axis"
         " q_per_channel_scales q_per_channel_zero_points q_scale q_zero_point"

@@ -22,13 +22,14 @@ import torch
 from torch._ops import OpOverload
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """The words of a text, as a set."""
     return frozenset(text.split())
 
 
 CHECKING = (
     # Elementwise.
-    _words(
+    words(
         "_conj_physical _masked_scale _prelu_kernel _prelu_kernel_backward _safe_softmax _softmax"
         " _log_softmax _softmax_backward_data _log_softmax_backward_data _logcumsumexp _to_copy"
         " _standard_gamma_grad _dirichlet_grad _cast_Float _cast_Half _cast_Double"
@@ -44,13 +45,13 @@ CHECKING = (
         " tanh_backward threshold_backward"
     )
     # Reductions, norms and products.
-    | _words(
+    | words(
         "_cdist_forward _convolution _euclidean_dist _linalg_det _linalg_eigh _linalg_slogdet"
         " _linalg_solve_ex _linalg_svd _trilinear chain_matmul cumprod_backward norm tensordot"
         " nll_loss_forward nll_loss2d_forward"
     )
     # Pooling, resampling, padding: sizes are checked against each other.
-    | _words(
+    | words(
         "_adaptive_avg_pool2d _adaptive_avg_pool3d _upsample_bicubic2d_aa"
         " _upsample_bicubic2d_aa_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward"
         " _upsample_nearest_exact1d _upsample_nearest_exact1d_backward _upsample_nearest_exact2d"
@@ -66,14 +67,14 @@ CHECKING = (
         " upsample_trilinear3d_backward"
     )
     # The gradient of taking a part: zeros of the whole, and a checked copy into the part.
-    | _words(
+    | words(
         "diagonal_backward index_select_backward masked_select_backward select_backward"
         " slice_backward trace_backward value_selecting_reduction_backward"
     )
 )
 """Operators without a public function whose kernels check their arguments."""
 
-TRUSTING = _words(
+TRUSTING = words(
     "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward _cdist_backward _fft_c2c _fft_c2r"
     " _fft_r2c avg_pool2d_backward avg_pool3d_backward"
     " _fused_rms_norm_backward _index_put_impl_ _native_batch_norm_legit"
@@ -90,10 +91,10 @@ TRUSTING = _words(
 """Operators without a public function whose arguments must be checked before they run."""
 
 # What a schema may take: values, and names of variants from a fixed list.
-_TYPES = _words(
+_TYPES = words(
     "Tensor int SymInt float number bool complex Device ScalarType Layout MemoryFormat Generator"
 )
-_STRINGS = _words(
+_STRINGS = words(
     "approximate mode rounding_mode reduce indexing driver UPLO side padding padding_mode pad_mode"
     " padding_side interpolation norm ord activation dim dims dimension"
 )
