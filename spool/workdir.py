@@ -8,7 +8,7 @@
     <work>/batches/rank0/000007.json     `Manifest`: a fixed list of shards that one job handles
     <work>/segments/rank0/000002.json    `Segment`: up to eight batches of one rank and step
     <work>/ends/rank0.json               `RankEnd`: the rank is closed and all of it is in manifests
-    <work>/measured/rank0/000007.parquet measured rows, written once, never deleted
+    <work>/measured/rank0/000007.parquet measured rows, written once; gone only with a take
     <work>/replay/rank0/000007.parquet   the same rows as the workflow's output
     <work>/two_way, three_way, retired/rank0/000002.*    per segment
     <work>/failed/rank0/step0/*.h5       shards kept for reproduction

@@ -167,8 +167,11 @@ def _device(tensor: torch.Tensor | None) -> str:
         return "cpu"
     if type(tensor) is torch.Tensor:
         return tensor.device.type
-    with torch._C.DisableTorchFunction():
-        return tensor.device.type
+    try:
+        with torch._C.DisableTorchFunction():
+            return tensor.device.type
+    except Exception:  # a subclass's own code, which the program does not run here
+        return "cpu"
 
 
 def _has_numbers(operator: OpOverload, args: Iterable[Any]) -> bool:

@@ -671,3 +671,42 @@ def test_a_torch_that_does_not_show_its_operators(spooled, said, monkeypatch):
     calls = spooled.capture(lambda: leaf(4).sin().sum().backward())
     assert [call.name for call in calls] == ["Tensor.sin.0", "Tensor.sum.0"]
     assert "does not show the operators inside backward, they are not captured: no such" in said()
+
+
+def test_a_subclass_that_does_not_tell_its_device_is_no_obstacle(spooled):
+    class Wrapped(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(
+                cls, inner.shape, dtype=inner.dtype, dispatch_device=True, device="cpu"
+            )
+
+        def __init__(self, inner):
+            self.inner = inner.detach()
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            if func is torch.ops.prim.device.default:
+                raise KeyError("nobody asks for this")
+            args = [x.inner if isinstance(x, Wrapped) else x for x in args]
+            result = func(*args, **(kwargs or {}))
+            return Wrapped(result) if isinstance(result, torch.Tensor) else result
+
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 0.5
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * (Wrapped(grad) * 0.5).inner
+
+    def run():
+        x = leaf(4)
+        Half.apply(x).sum().backward()
+        return x.grad
+
+    plain = run()
+    got = []
+    spooled.capture(lambda: got.append(run()))
+    assert torch.equal(got[0], plain)
