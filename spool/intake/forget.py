@@ -7,10 +7,11 @@ new ones are looked at.
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from spool.files import fsync_dir
 from spool.intake.remind import Say
 from spool.ledger import Ledger, ledger_path
 from spool.store import Store
@@ -18,7 +19,7 @@ from spool.workdir import Manifest, Segment, WorkDir
 
 
 def forget_earlier_takes(work: WorkDir, rank: int, store: Store, say: Say) -> None:
-    """Delete manifests, rows and verdicts of steps whose shards are of a later take now.
+    """Delete manifests, rows and verdicts of steps whose shards are of another take now.
 
     The manifests go last: after a kill in between, the next run finds them and goes on.
     No job may be running.
@@ -29,13 +30,13 @@ def forget_earlier_takes(work: WorkDir, rank: int, store: Store, say: Say) -> No
         If a manifest or a segment is not usable.
     """
     takes = store.takes(rank)
-    batches = {
-        number: manifest.step
-        for number in work.batches(rank)
-        for manifest in [Manifest.load(work.batch(rank, number))]
-        if manifest.run_id == store.run.run_id and manifest.take < takes.get(manifest.step, 0)
-    }
-    steps = sorted(set(batches.values()))
+    stale: dict[int, Manifest] = {}
+    for number in work.batches(rank):
+        manifest = Manifest.load(work.batch(rank, number))
+        is_ours = manifest.run_id == store.run.run_id
+        if is_ours and manifest.take != takes.get(manifest.step, 0):
+            stale[number] = manifest
+    steps = sorted({manifest.step for manifest in stale.values()})
     if not steps:
         return
     work.end(rank).unlink(missing_ok=True)
@@ -44,29 +45,40 @@ def forget_earlier_takes(work: WorkDir, rank: int, store: Store, say: Say) -> No
         for number in work.segments(rank)
         if Segment.load(work.segment(rank, number)).step in steps
     }
-    _forget_kept_shards(work, rank, steps, segments)
+    _forget_kept_shards(work, rank, stale.values(), segments)
     for number in segments:
         for path in (work.two_way, work.three_way, work.retired):
             _remove(path(rank, number))
         work.segment(rank, number).unlink()
-    for number in batches:
+    for number in stale:
         _remove(work.replay(rank, number))
         _remove(work.measured(rank, number))
-    for number in batches:
+    for example in (work.measured(rank, 0), work.replay(rank, 0), work.segment(rank, 0)):
+        # A number may be used again: what had it must be gone for good before.
+        if example.parent.is_dir():
+            fsync_dir(example.parent)
+    for number in stale:
         work.batch(rank, number).unlink()
     for step in steps:
         say(f"rank {rank} step {step} was captured anew: what was checked of it before is dropped")
 
 
-def _forget_kept_shards(work: WorkDir, rank: int, steps: list[int], segments: set[int]) -> None:
+def _forget_kept_shards(
+    work: WorkDir, rank: int, manifests: Iterable[Manifest], segments: set[int]
+) -> None:
+    """Delete the shards that manifests name, wherever they were kept, and nothing else there."""
     path = ledger_path(work, rank)
     ledger = Ledger.load(path)
-    for step in steps:
-        for directory in (
-            ledger.path(work, rank, step, "shard").parent,
-            work.quarantine(rank, step),
-        ):
-            shutil.rmtree(directory, ignore_errors=True)
+    steps = set()
+    for manifest in manifests:
+        steps.add(manifest.step)
+        for shard in manifest.shards:
+            kept = ledger.path(work, rank, manifest.step, shard.file)
+            for file in (kept, work.failed(rank, manifest.step) / shard.file):
+                file.unlink(missing_ok=True)
+            quarantined = work.quarantine(rank, manifest.step) / shard.file
+            for file in (quarantined, quarantined.with_name(f"{shard.file}.json")):
+                file.unlink(missing_ok=True)
     if path.exists():
         replace(
             ledger,
@@ -77,6 +89,6 @@ def _forget_kept_shards(work: WorkDir, rank: int, steps: list[int], segments: se
 
 
 def _remove(path: Path) -> None:
-    """Delete a file, and what its job left beside it under the same name."""
+    """Delete a file, and what else has its number."""
     for found in path.parent.glob(f"{path.stem}.*"):
         found.unlink(missing_ok=True)
