@@ -101,7 +101,7 @@ def measure(name: str, steps: int) -> str:
         with spool.enable(spool_dir=f"{directory}/idle", step=[10**6]):
             idle = median_step(training, steps)
         submit = Sink.submit
-        Sink.submit = lambda self, record, ledger: self.adjust(record.room, 0)  # type: ignore[method-assign]
+        Sink.submit = lambda self, record, ledger: self.free(record.blocks)  # type: ignore[method-assign]
         with spool.enable(spool_dir=f"{directory}/null"):
             null = median_step(training, max(3, steps // 4))
         Sink.submit = submit  # type: ignore[method-assign]

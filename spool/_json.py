@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -31,6 +33,7 @@ from spool.call import Call, CallContext, NamedTuple, Size, Slice, TensorRef, To
 
 IDENTITY = ("api", "index", "rank", "step", "order", "direction")
 _CONTEXT = tuple(item.name for item in fields(CallContext))
+_context_values = operator.attrgetter(*_CONTEXT)
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False)
 
 
@@ -47,17 +50,63 @@ def dump_call(call: Call, regions: list[list[Any]]) -> bytes:
     TypeError
         If a tree holds something that is not part of one.
     """
+    return add_regions(body_of(call), regions)
+
+
+def body_of(call: Call) -> bytes:
+    """Return the text of `call` without its regions."""
+    return dump_body(
+        identity_of(call),
+        overload=call.overload,
+        args=call.args,
+        kwargs=call.kwargs,
+        outputs=call.outputs,
+        mutated=call.mutated,
+        context=dict(zip(_CONTEXT, _context_values(call.context), strict=True)),
+    )
+
+
+def dump_body(
+    identity: Mapping[str, Any],
+    *,
+    overload: str,
+    args: Iterable[Tree],
+    kwargs: Mapping[str, Tree],
+    outputs: Tree,
+    mutated: Mapping[str, TensorRef],
+    context: Mapping[str, Any],
+) -> bytes:
+    """Return the JSON text of a call without its regions, whose bytes may not be there yet.
+
+    Parameters
+    ----------
+    identity : mapping
+        The values of `IDENTITY`, in that order.
+    overload, args, kwargs, outputs, mutated
+        As in `Call`.
+    context : mapping
+        The members of `CallContext`, in their order.
+
+    Raises
+    ------
+    TypeError
+        If a tree holds something that is not part of one.
+    """
     record = {
-        **identity_of(call),
-        "overload": call.overload,
-        "args": [_dump(item) for item in call.args],
-        "kwargs": {key: _dump(item) for key, item in call.kwargs.items()},
-        "outputs": _dump(call.outputs),
-        "mutated": {path: _tensor_fields(ref) for path, ref in call.mutated.items()},
-        "context": {name: getattr(call.context, name) for name in _CONTEXT},
-        "regions": regions,
+        **identity,
+        "overload": overload,
+        "args": [_dump(item) for item in args],
+        "kwargs": {key: _dump(item) for key, item in kwargs.items()} if kwargs else {},
+        "outputs": _dump(outputs),
+        "mutated": {path: _tensor_fields(ref) for path, ref in mutated.items()} if mutated else {},
+        "context": context,
     }
     return _ENCODER.encode(record).encode("ascii")
+
+
+def add_regions(body: bytes, regions: list[list[Any]]) -> bytes:
+    """Return the whole text of a call: `dump_body` with the description of its regions."""
+    return b'%b,"regions":%b}' % (body[:-1], _ENCODER.encode(regions).encode("ascii"))
 
 
 def _dump(tree: Tree) -> Any:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from spool._torch import Unsupported, carrier, dtype_name, type_label
-from spool.call import MAX_DIMS, Region, TensorRef, extent, packing
-from spool.dtypes import ITEMSIZE, STORAGE
+from spool._torch import DTYPE_NAMES, Unsupported, carrier, dtype_name, type_label
+from spool.call import MAX_DIMS, TensorRef, packing
+from spool.dtypes import ITEMSIZE
 
 # A strided extent is stored without its gaps when it is larger than a page and
 # the elements fill no more than half of it.
@@ -21,7 +19,9 @@ _PACK_FROM = 4096
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
-Copy = Callable[[torch.Tensor], "npt.NDArray[Any]"]
+Bytes = TypeVar("Bytes")
+Copy = Callable[[torch.Tensor, int], Bytes]
+"""Copies the bytes of a tensor's memory, as many as told, from its first element on."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,41 @@ class Found:
     storage: tuple[int, bool, bool]
     start: int
     stop: int
+    device: str
     ref: TensorRef | None = None
+
+
+@dataclass(slots=True)
+class Piece:
+    """What becomes one region: tensors that share bytes.
+
+    Parameters
+    ----------
+    group : list of Found
+        Either all are empty or none is.
+    dtype : str
+        Whose storage type the region has.
+    start, nbytes : int
+        In the storage of the group; `nbytes` as stored.
+    packed : bool
+        Only the elements are stored, densely.
+    """
+
+    group: list[Found]
+    dtype: str
+    start: int
+    nbytes: int
+    packed: bool
+
+    def copy(self, copy: Copy[Bytes]) -> Bytes:
+        """Copy the bytes to keep."""
+        first = self.group[0]
+        if self.packed:
+            return copy(_packed(first), self.nbytes)
+        if len(self.group) == 1 and not (first.storage[1] or first.storage[2]):
+            return copy(first.tensor, self.nbytes)
+        narrow = min(self.group, key=lambda item: item.itemsize)
+        return copy(_flat(narrow, self.start, self.start + self.nbytes), self.nbytes)
 
 
 def describe(tensor: torch.Tensor) -> Found:
@@ -51,53 +85,81 @@ def describe(tensor: torch.Tensor) -> Found:
             raise Unsupported(type_label(kind))
         if torch.nn.parameter.is_lazy(tensor):
             raise Unsupported("uninitialized parameter")
-    if tensor.layout is not torch.strided:
-        raise Unsupported(f"{str(tensor.layout).removeprefix('torch.')} tensor")
-    if tensor.is_nested:
-        raise Unsupported("nested tensor")
-    if tensor.is_quantized:
-        raise Unsupported("quantized tensor")
-    if tensor.is_meta:
-        raise Unsupported("meta tensor")
-    if tensor.dim() > MAX_DIMS:
-        raise Unsupported(f"tensor of more than {MAX_DIMS} axes")
-    name = dtype_name(tensor.dtype)
+    name = DTYPE_NAMES.get(tensor.dtype)
+    if tensor.layout is not torch.strided or name is None or tensor.is_nested or tensor.is_meta:
+        raise Unsupported(_obstacle(tensor))
     itemsize = ITEMSIZE[name]
     try:
         shape, stride = tuple(tensor.shape), tensor.stride()
         start = int(tensor.storage_offset()) * itemsize
-        storage = tensor.untyped_storage()._cdata
+        storage = tensor.untyped_storage()
+        stop = start + _extent(shape, stride) * itemsize
+        # FSDP takes the memory of its parameters away while they are not used.
+        if start < stop and (storage.nbytes() < stop or _is_missing(tensor)):
+            raise Unsupported("tensor without storage")
     except (RuntimeError, NotImplementedError) as error:
         raise Unsupported("tensor without storage") from error
+    if len(shape) > MAX_DIMS:
+        raise Unsupported(f"tensor of more than {MAX_DIMS} axes")
     if _is_wrapped is not None and _is_wrapped(tensor):
         raise Unsupported("functorch tensor")
-    key = (storage, tensor.is_conj(), tensor.is_neg())
-    stop = start + extent(shape, stride) * itemsize
-    return Found(tensor, name, itemsize, shape, stride, key, start, stop)
+    device = tensor.device
+    label = _labels.get(device)
+    if label is None:
+        label = _labels[device] = str(device)
+    key = (storage._cdata, tensor.is_conj(), tensor.is_neg())
+    return Found(tensor, name, itemsize, shape, stride, key, start, stop, label)
 
 
 _is_wrapped = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None)
+_labels: dict[torch.device, str] = {}
 
 
-def copy_regions(found: list[Found], copy: Copy, first_region: int) -> list[Region]:
-    """Copy what the tensors need and give each its ref."""
-    regions: list[Region] = []
-    for group in _groups(found):
-        region, packed, start = _copy_group(group, copy)
-        number = first_region + len(regions)
-        regions.append(region)
+def _is_missing(tensor: torch.Tensor) -> bool:
+    """Whether a tensor with elements has no memory, and is not one of torch's zero tensors."""
+    return not tensor.data_ptr() and not tensor._is_zerotensor()
+
+
+def _obstacle(tensor: torch.Tensor) -> str:
+    """Why a tensor has no strided memory of plain elements."""
+    if tensor.layout is not torch.strided:
+        return f"{str(tensor.layout).removeprefix('torch.')} tensor"
+    if tensor.is_nested:
+        return "nested tensor"
+    if tensor.is_quantized:
+        return "quantized tensor"
+    return "meta tensor" if tensor.is_meta else dtype_name(tensor.dtype)
+
+
+def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    # As `spool.call.extent`, unrolled: this runs for every tensor of every call.
+    last = 1
+    for size, step in zip(shape, stride):  # noqa: B905
+        if size == 0:
+            return 0
+        last += (size - 1) * step
+    return last
+
+
+def pieces_of(found: list[Found], first_region: int) -> list[Piece]:
+    """Divide what the tensors need into regions and give each tensor its ref."""
+    groups = [found] if len(found) == 1 else _groups(found)
+    pieces = []
+    for number, group in enumerate(groups, first_region):
+        piece = _piece(group)
+        pieces.append(piece)
         for item in group:
             item.ref = TensorRef(
                 number,
                 item.dtype,
                 item.shape,
                 item.stride,
-                (item.start - start) // item.itemsize if region.size else 0,
-                str(item.tensor.device),
+                (item.start - piece.start) // item.itemsize if piece.nbytes else 0,
+                item.device,
                 item.tensor.requires_grad,
-                packed,
+                piece.packed,
             )
-    return regions
+    return pieces
 
 
 def _groups(found: list[Found]) -> list[list[Found]]:
@@ -168,28 +230,24 @@ def _row(item: Found) -> tuple[int, int, int]:
     )
 
 
-def _copy_group(group: list[Found], copy: Copy) -> tuple[Region, bool, int]:
-    """Copy one group's bytes; returns them, whether packed, and their first byte.
-
-    Either all of the group is empty or none is.
-    """
-    first = narrow = group[0]
-    start, stop, storage = first.start, first.stop, STORAGE[first.dtype]
+def _piece(group: list[Found]) -> Piece:
+    first = group[0]
+    if first.start == first.stop:
+        return Piece(group, first.dtype, first.start, 0, packed=False)
+    start, stop, dtype = first.start, first.stop, first.dtype
     if len(group) > 1:
         if any(item.dtype != first.dtype for item in group):
-            storage = STORAGE["uint8"]
-        narrow = min(group, key=lambda item: item.itemsize)
+            dtype = "uint8"
         # Every member's offset must be a whole number of its elements; element sizes
         # are powers of two, and each member starts at a multiple of its own.
         wide = max(item.itemsize for item in group)
         start = min(item.start for item in group) // wide * wide
         stop = max(item.stop for item in group)
-    if first.start == first.stop:
-        return np.empty(0, storage), False, start
     if stop - start > _PACK_FROM and _is_packable(group):
-        return copy(_packed(first)).view(storage), True, first.start
-    flat = _flat(narrow, start, stop)
-    return copy(flat.view(torch.uint8)).view(storage), False, start
+        block, _ = packing(first.shape, first.stride)
+        size = math.prod(block) * first.itemsize
+        return Piece(group, first.dtype, first.start, size, packed=True)
+    return Piece(group, dtype, start, stop - start, packed=False)
 
 
 def _flat(item: Found, start: int, stop: int) -> torch.Tensor:
@@ -218,6 +276,8 @@ def _is_packable(group: list[Found]) -> bool:
         for item in group[1:]
     ):
         return False
+    if len(first.shape) == 0 or first.tensor.is_contiguous():
+        return False
     block, _ = packing(first.shape, first.stride)
     size = math.prod(block) * first.itemsize
     return 2 * size <= first.stop - first.start and not _overlaps_itself(block, first.stride)
@@ -236,5 +296,4 @@ def _overlaps_itself(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 def _packed(item: Found) -> torch.Tensor:
     block, _ = packing(item.shape, item.stride)
     raw, shape, stride = carrier(item.tensor, block, item.stride)
-    dense = raw.as_strided(shape, stride, raw.storage_offset()).contiguous()
-    return dense.view(-1).view(torch.uint8)
+    return raw.as_strided(shape, stride, raw.storage_offset()).contiguous()

@@ -11,7 +11,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """torch's dtypes that this torch has, by name without prefix."""
 
-_DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+"""Their names without prefix."""
 
 # Integers as wide as an element, for copies that must not interpret it: torch
 # has no strided copy for some of its dtypes (uint4, bits8).
@@ -41,7 +42,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     Unsupported
         For quantized dtypes, whose values depend on more than their bytes.
     """
-    name = _DTYPE_NAMES.get(dtype)
+    name = DTYPE_NAMES.get(dtype)
     if name is None:
         raise Unsupported(f"{str(dtype).removeprefix('torch.')} tensor")
     return name

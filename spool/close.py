@@ -1,14 +1,14 @@
-"""What is done by hand to a rank whose training died: closing it."""
+"""Closing a rank whose training died: by hand, and why else it may be closed by another."""
 
 from __future__ import annotations
 
-import os
-import socket
-
 from spool.errors import StoreError
+from spool.files import is_running
 from spool.store import RankCounts, StepCounts, Store
 
-REASON = "closed by hand"
+BY_HAND = "closed by hand"
+KILLED = "killed"
+"""The writer process closed it: the training process was gone without a word."""
 
 
 def close_rank(store: Store, rank: int, *, force: bool = False) -> RankCounts:
@@ -43,7 +43,7 @@ def close_rank(store: Store, rank: int, *, force: bool = False) -> RankCounts:
             known = StepCounts(shards=len(shards), bytes=sum(entry.nbytes for entry in shards))
             store.close_step(rank, step, known)
         counts[step] = known
-    closed = RankCounts(counts, REASON)
+    closed = RankCounts(counts, BY_HAND)
     store.close_rank(rank, closed)
     return closed
 
@@ -59,18 +59,9 @@ def refuse_living(store: Store, rank: int) -> None:
     beat = store.read_heartbeat(rank)
     if store.rank_closed(rank) is not None or beat is None:
         return
-    if beat.host == socket.gethostname() and _is_alive(beat.pid):
-        raise StoreError(
-            f"rank {rank} of {store.root} is still written by process {beat.pid}; "
-            "end that, or add --force"
-        )
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    for pid in (beat.pid, beat.writer):
+        if is_running(beat.host, pid):
+            raise StoreError(
+                f"rank {rank} of {store.root} is still written by process {pid}; "
+                "end that, or add --force"
+            )

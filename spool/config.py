@@ -66,6 +66,8 @@ class CaptureConfig:
         Bytes that the sink may hold in memory.
     writers : int
         Writer threads.
+    writer : str
+        ``process``, or ``threads`` of the training process itself.
     max_spool_bytes : int or None
         Watermark of the whole spool directory; None is no limit.
     on_full : str
@@ -94,6 +96,7 @@ class CaptureConfig:
     recompute: bool = False
     queue_bytes: int = 2 * GIB
     writers: int = 2
+    writer: str = "process"
     max_spool_bytes: int | None = None
     on_full: str = "block"
     max_call_bytes: int = 2 * GIB
@@ -325,6 +328,12 @@ def _writers(key: str, value: object) -> int:
     return value
 
 
+def _writer(key: str, value: object) -> str:
+    if value not in ("process", "threads"):
+        _fail(key, value, "'process' or 'threads'")
+    return str(value)
+
+
 def _on_full(key: str, value: object) -> str:
     if value not in ("block", "drop"):
         _fail(key, value, "'block' or 'drop'")
@@ -356,6 +365,7 @@ CHECKS: dict[str, Callable[[str, object], Any]] = {
     "recompute": _flag,
     "queue_bytes": _amount,
     "writers": _writers,
+    "writer": _writer,
     "max_spool_bytes": _amount,
     "on_full": _on_full,
     "max_call_bytes": _amount,

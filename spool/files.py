@@ -100,6 +100,19 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{_host_id()}-{os.getpid()}-{token}.partial")
 
 
+def is_running(host: str, pid: int) -> bool:
+    """Whether a process, named by host and number, runs here."""
+    if host != socket.gethostname() or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def is_partial(name: str) -> bool:
     """Whether a file name is one that `partial_path` makes."""
     return _PARTIAL.fullmatch(name) is not None

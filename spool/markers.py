@@ -94,6 +94,8 @@ class Heartbeat:
         Shards and their bytes so far.
     blocked : bool
         Whether training waits for room in the spool.
+    writer : int
+        The process that writes, if it is another; 0 if none is.
     """
 
     time: float
@@ -103,6 +105,7 @@ class Heartbeat:
     captured: int
     bytes: int
     blocked: bool = False
+    writer: int = 0
 
 
 def new_run(versions: dict[str, str]) -> RunInfo:
@@ -237,6 +240,8 @@ def _load(path: Path) -> dict[str, Any] | None:
     return record
 
 
+_LATER = frozenset(("writer",))
+
 _TYPES: dict[str, Any] = {
     "int": int,
     "float": (int, float),
@@ -248,9 +253,14 @@ _TYPES: dict[str, Any] = {
 
 
 def _make(kind: Any, record: dict[str, Any], path: Path) -> Any:
-    """Make a marker's dataclass of its record; unknown members are left out."""
+    """Make a marker's dataclass of its record; unknown members are left out.
+
+    Members that came after the first version have defaults and may be absent.
+    """
     values = {}
     for name, item in kind.__dataclass_fields__.items():
+        if name in _LATER and name not in record:
+            continue
         value = record.get(name)
         if not _fits(value, item.type):
             raise StoreError(_malformed(path, name))

@@ -23,25 +23,77 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from spool._hdf5 import FORMAT_VERSION, Identity, compose
-from spool._json import dump_call, identity_of
+from spool._json import IDENTITY, add_regions, body_of, identity_of
 from spool._json_read import check_identity
 from spool._shard_read import DEFAULT_LIMITS, Limits, NewerShard, read
 from spool.call import Call, Region
 from spool.dtypes import STORAGE_CODES
 from spool.errors import BadShard
 
-__all__ = ["FORMAT_VERSION", "Limits", "NewerShard", "encode", "read", "write"]
+__all__ = [
+    "FORMAT_VERSION",
+    "Draft",
+    "Limits",
+    "NewerShard",
+    "draft_of",
+    "encode",
+    "read",
+    "write",
+]
 
 _CODES = {dtype: code for code, dtype in STORAGE_CODES.items()}
 
 # What one writev() takes (IOV_MAX is 1024 on Linux, and 2 GiB per call).
 _MAX_BUFFERS = 512
 _MAX_WRITE = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A call that is ready to be written: its text, but for the regions, and their bytes.
+
+    Parameters
+    ----------
+    api, index, rank, step, order, direction
+        As in `Call`.
+    body : bytes
+        From `spool._json.dump_body`.
+    regions : sequence of (str, memoryview)
+        Type code (a key of `spool.dtypes.STORAGE_CODES`) and bytes of each.
+    """
+
+    api: str
+    index: int
+    rank: int
+    step: int
+    order: int
+    direction: str
+    body: bytes
+    regions: Sequence[tuple[str, memoryview]]
+
+    @property
+    def name(self) -> str:
+        """The call's name: `api` and counter."""
+        return f"{self.api}.{self.index}"
+
+
+def draft_of(call: Call) -> Draft:
+    """Return the draft of `call`.
+
+    Raises
+    ------
+    ValueError
+        If a region is not 1-D, contiguous and of a storage type.
+    """
+    regions = [_bytes_of(region) for region in call.regions]
+    return Draft(**identity_of(call), body=body_of(call), regions=regions)
 
 
 def encode(call: Call) -> bytes:
@@ -53,10 +105,10 @@ def encode(call: Call) -> bytes:
         If a region is not 1-D, contiguous and of a storage type, or if the call
         is one that a reader would refuse for its name or size.
     """
-    return b"".join(_parts(call))
+    return b"".join(_parts(draft_of(call)))
 
 
-def write(call: Call, path: Path) -> int:
+def write(call: Call | Draft, path: Path) -> int:
     """Write the shard of `call` to a new file, durably, and return its size in bytes.
 
     The file is created exclusively with mode 0640 (less the umask) and removed
@@ -69,7 +121,7 @@ def write(call: Call, path: Path) -> int:
     OSError
         As the system reports it (disk full, file exists, ...).
     """
-    parts = _parts(call)
+    parts = _parts(draft_of(call) if isinstance(call, Call) else call)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     file = os.open(path, flags, 0o640)
     try:
@@ -84,23 +136,20 @@ def write(call: Call, path: Path) -> int:
     return size
 
 
-def _parts(call: Call) -> list[memoryview]:
+def _parts(draft: Draft) -> list[memoryview]:
     """The shard as a list of buffers, in file order."""
+    identity = {name: getattr(draft, name) for name in IDENTITY}
     try:
-        check_identity(identity_of(call))
+        check_identity(identity)
     except BadShard as error:
         raise ValueError(error.reason) from error
-    buffers, kinds, described = [], [], []
-    for region in call.regions:
-        code, data = _bytes_of(region)
-        buffers.append(data)
-        kinds.append((code, data.nbytes))
-        described.append([code, data.nbytes, zlib.crc32(data)])
-    text = dump_call(call, described)
+    buffers = [data for _, data in draft.regions]
+    kinds = [(code, data.nbytes) for code, data in draft.regions]
+    described = [[code, data.nbytes, zlib.crc32(data)] for code, data in draft.regions]
+    text = add_regions(draft.body, described)
     if len(text) > DEFAULT_LIMITS.text_bytes or len(kinds) > DEFAULT_LIMITS.regions:
-        raise ValueError(f"{call.name} holds too many values or tensors for a shard")
-    identity = Identity(**identity_of(call), crc=zlib.crc32(text))
-    structure = compose(identity, tuple(kinds), len(text))
+        raise ValueError(f"{draft.name} holds too many values or tensors for a shard")
+    structure = compose(Identity(**identity, crc=zlib.crc32(text)), tuple(kinds), len(text))
     parts, end = [memoryview(structure.head)], len(structure.head)
     offsets = (*structure.offsets, structure.text_offset)
     for offset, data in zip(offsets, (*buffers, memoryview(text)), strict=True):

@@ -53,6 +53,7 @@ from spool.markers import (
     to_json,
 )
 from spool.names import split_name
+from spool.shard import Draft
 
 __all__ = [
     "Heartbeat",
@@ -156,7 +157,7 @@ class Store:
 
     # Writing
 
-    def publish(self, call: Call) -> ShardEntry:
+    def publish(self, call: Call | Draft) -> ShardEntry:
         """Write one shard so that readers see it whole or not at all.
 
         The file is durable when this returns; its directory entry is after the next

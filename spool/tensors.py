@@ -13,6 +13,7 @@ inside a range are ever copied.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from spool._regions import PLAIN_TENSORS, Copy, Found, copy_regions, describe
+from spool._regions import PLAIN_TENSORS, Bytes, Copy, Found, describe, pieces_of
 from spool._thaw import thaw, thaw_all
 from spool._torch import DTYPES, Unsupported, dtype_name, field_names, type_label
 from spool.call import (
@@ -35,20 +36,51 @@ from spool.call import (
     TorchValue,
     Tree,
 )
-from spool.dtypes import CONSTANTS
+from spool.dtypes import CONSTANTS, STORAGE
 
 __all__ = [
     "DTYPES",
+    "Plan",
     "Unsupported",
     "below_autograd",
+    "copy_bytes",
+    "copy_memory",
     "copy_to_host",
     "dtype_name",
+    "flat_bytes",
     "freeze",
     "thaw",
     "thaw_all",
 ]
 
 _PLAIN_TYPES = frozenset((type(None), bool, int, float, complex, str, type(Ellipsis)))
+
+
+# Two of them, because giving up the GIL costs more than a small copy does.
+_HOLDING_GIL: Any = ctypes.PyDLL(None).memmove
+_RELEASING_GIL: Any = ctypes.CDLL(None).memmove
+for _memmove in (_HOLDING_GIL, _RELEASING_GIL):
+    _memmove.restype = ctypes.c_void_p
+    _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_SMALL_COPY = 1 << 16
+
+
+def copy_memory(target: int, source: int, nbytes: int) -> None:
+    """Copy bytes of host memory from one address to another."""
+    (_HOLDING_GIL if nbytes <= _SMALL_COPY else _RELEASING_GIL)(target, source, nbytes)
+
+
+def copy_bytes(target: int, source: torch.Tensor, nbytes: int) -> None:
+    """Copy the first `nbytes` of a CPU tensor's memory to an address.
+
+    Unlike a copy by torch it is nobody's operator, and unlike ``tensor.numpy()`` it does not
+    mark a storage of the program as not resizable.
+    """
+    address = source.data_ptr()
+    if address:
+        copy_memory(target, address, nbytes)
+    elif nbytes:  # one of torch's zero tensors, which have no memory
+        ctypes.memset(target, 0, nbytes)
 
 
 def below_autograd() -> Any:
@@ -60,30 +92,76 @@ def below_autograd() -> Any:
     return torch._C._AutoDispatchBelowAutograd()
 
 
-def copy_to_host(flat: torch.Tensor) -> npt.NDArray[Any]:
-    """Copy a flat uint8 tensor into fresh host memory and return it as an array."""
-    # Never `flat.numpy()`: torch would mark the program's own storage as not resizable.
-    array = np.empty(flat.numel(), np.uint8)
-    torch.from_numpy(array).copy_(flat)
+def copy_to_host(source: torch.Tensor, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Copy the first `nbytes` of a tensor's memory into a fresh array; see `Copy`."""
+    array = np.empty(nbytes, np.uint8)
+    if not source.is_cpu:
+        torch.from_numpy(array).copy_(flat_bytes(source, nbytes))
+    else:
+        copy_bytes(array.__array_interface__["data"][0], source, nbytes)
     return array
 
 
-def freeze(
-    values: Sequence[object], copy: Copy = copy_to_host, first_region: int = 0
-) -> tuple[list[Tree], list[Region]]:
-    """Convert live values to trees that share one list of regions.
+def flat_bytes(source: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The first `nbytes` of a tensor's memory as a flat uint8 tensor."""
+    elements = nbytes // source.element_size()
+    return source.as_strided((elements,), (1,), source.storage_offset()).view(torch.uint8)
+
+
+class Plan:
+    """Values that are described and not yet copied.
 
     Parameters
     ----------
     values : sequence of object
-        Frozen together: aliasing among all of them survives.
-    copy : callable
-        Called once per region with a flat, detached uint8 tensor over the bytes
-        to keep; returns a host array of that many bytes. The array may be filled
-        later (a non-blocking copy on the current stream), because nothing here
-        reads it. The flat tensor may be temporary.
+        Planned together: aliasing among all of them survives.
     first_region : int
         Number of the first new region, if the call already has some.
+
+    Attributes
+    ----------
+    trees : list of tree
+        One per value.
+    nbytes : int
+        What the regions will hold, exactly.
+
+    Raises
+    ------
+    Unsupported
+        A type, layout or nesting that is not stored.
+    """
+
+    __slots__ = ("_pieces", "nbytes", "trees")
+
+    def __init__(self, values: Sequence[object], first_region: int = 0) -> None:
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            collector = _Collector()
+            trees = [collector.collect(value, 0) for value in values]
+            self._pieces = pieces_of(collector.found, first_region) if collector.found else []
+        self.trees = [_place(tree) for tree in trees] if self._pieces else trees
+        self.nbytes = sum([piece.nbytes for piece in self._pieces])
+
+    def copy(self, copy: Copy[Bytes]) -> list[tuple[str, Bytes]]:
+        """Copy what the trees look into.
+
+        Parameters
+        ----------
+        copy : callable
+            Called once per region with a tensor and how many bytes of its memory, from
+            its first element on, to copy; what it returns is the region. The copy may be
+            made later, but the tensor may be gone then: on its stream.
+
+        Returns
+        -------
+        list of (str, object)
+            Per region the dtype by which it is stored, and what `copy` returned.
+        """
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), below_autograd():
+            return [(piece.dtype, piece.copy(copy)) for piece in self._pieces]
+
+
+def freeze(values: Sequence[object], first_region: int = 0) -> tuple[list[Tree], list[Region]]:
+    """Convert live values to trees that share one list of regions; see `Plan`.
 
     Returns
     -------
@@ -92,19 +170,10 @@ def freeze(
     regions : list of numpy.ndarray
         1-D, of the storage type of the tensors that look into it; uint8 where
         tensors of several dtypes do.
-
-    Raises
-    ------
-    Unsupported
-        Before anything is copied: a type, layout or nesting that is not stored.
     """
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), below_autograd():
-        collector = _Collector()
-        trees = [collector.collect(value, 0) for value in values]
-        if not collector.found:
-            return trees, []
-        regions = copy_regions(collector.found, copy, first_region)
-        return [_place(tree) for tree in trees], regions
+    plan = Plan(values, first_region)
+    regions = [data.view(STORAGE[dtype]) for dtype, data in plan.copy(copy_to_host)]
+    return plan.trees, regions
 
 
 class _Collector:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spool.close import REASON as BY_HAND
+from spool.close import BY_HAND, KILLED
 from spool.coverage import read_totals, total_of
 from spool.names import base_name, spellings
 from spool.settings import JudgeSettings
@@ -194,10 +194,16 @@ def _problems(
             f"rank {rank}: {_calls(dropped)} dropped during capture and not checked; "
             f"the reasons are the not_captured rows of {tables.coverage}"
         )
-    if _closed_by_hand(end):
+    reason = (end.expected or {}).get("reason")
+    if reason == BY_HAND:
         report.warnings.append(
             f"rank {rank} was closed by hand: what its trainer had captured but not written is not "
             "among these calls"
+        )
+    if reason == KILLED:
+        report.warnings.append(
+            f"rank {rank}: its training process was killed, or ended without a word: its last step "
+            "may not be whole; go on with resume=True, which captures that step anew"
         )
     if end.expected is None:
         why = f" ({end.note})" if end.note else ""

@@ -203,7 +203,7 @@ def test_a_full_disk_is_an_error(tmp_path):
     file = os.open("/dev/full", os.O_WRONLY)
     try:
         with pytest.raises(OSError, match="No space"):
-            _write_all(file, _parts(make_call()))
+            _write_all(file, _parts(shard.draft_of(make_call())))
     finally:
         os.close(file)
 

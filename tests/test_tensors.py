@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spool.call import NamedTuple, Size, Slice, TensorRef, TorchValue, leaves
-from spool.tensors import DTYPES, Unsupported, dtype_name, freeze, thaw, thaw_all
+from spool.tensors import (
+    DTYPES,
+    Plan,
+    Unsupported,
+    copy_to_host,
+    dtype_name,
+    freeze,
+    thaw,
+    thaw_all,
+)
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -119,19 +128,17 @@ def test_only_what_is_used_is_copied_and_once():
     big = torch.arange(1_000_000, dtype=torch.float32)
     sizes = []
 
-    def copy(flat):
-        sizes.append(flat.numel())
-        assert flat.dtype == torch.uint8
-        assert flat.dim() == 1
-        assert flat.is_contiguous()
-        assert not flat.requires_grad
-        return flat.numpy().copy()
+    def copy(source, nbytes):
+        sizes.append(nbytes)
+        return copy_to_host(source, nbytes)
 
     for argument in (big[500_000:500_010], big[::100_000], big.view(1000, 1000)[:10, 7]):
         sizes.clear()
-        trees, regions = freeze([argument, (argument, {"out": argument})], copy)
+        plan = Plan([argument, (argument, {"out": argument})])
+        assert plan.nbytes == 40
+        regions = [data.view(np.float32) for _, data in plan.copy(copy)]
         assert sizes == [40]
-        assert [region.nbytes for region in regions] == [40]
+        trees = plan.trees
         first, (second, named) = thaw_all(trees, regions)
         same(argument, first)
         second.zero_()
@@ -401,13 +408,20 @@ UNSUPPORTED = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("reason", UNSUPPORTED)
-def test_unsupported_values_are_named_before_anything_is_copied(reason):
-    def copy(flat):
-        raise AssertionError("copied")
-
+def test_unsupported_values_are_named_when_they_are_planned(reason):
     with pytest.raises(Unsupported) as caught:
-        freeze([torch.zeros(2), [UNSUPPORTED[reason]()]], copy)
+        Plan([torch.zeros(2), [UNSUPPORTED[reason]()]])
     assert reason in caught.value.reason
+
+
+def test_a_tensor_whose_memory_was_taken_away_is_refused():
+    x = torch.ones(1000)
+    view = x[500:]
+    x.untyped_storage().resize_(8)
+    for tensor in (x, view):
+        with pytest.raises(Unsupported, match="tensor without storage"):
+            freeze([tensor])
+    same(x[:2], round_trip(x[:2]))
 
 
 def test_functorch_tensors_are_refused():

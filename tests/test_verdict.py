@@ -243,6 +243,15 @@ def test_a_rank_closed_by_hand_is_no_clean_run(tmp_path: Path) -> None:
     assert warning.startswith("rank 0 was closed by hand: what its trainer had captured but not")
 
 
+def test_a_rank_whose_training_was_killed_is_no_clean_run(tmp_path: Path) -> None:
+    killed = {"reason": "killed", "steps": {"0": {"shards": 1, "bytes": 9, "dropped": 0}}}
+    result = report(tmp_path, [PASS], expected=killed)
+    assert result.status == 0
+    assert result.lines[0] == "rank 0: captured 1, found 1, compared 1"
+    (warning,) = result.warnings
+    assert warning.startswith("rank 0: its training process was killed, or ended without a word")
+
+
 def test_a_name_of_the_white_list_that_no_call_has_is_said(tmp_path: Path) -> None:
     run = Run(tmp_path, [[[PASS]]]).write()
     merge_rank(run.work.root, 0, run.results)

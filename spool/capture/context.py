@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
 
-from spool.call import CallContext
+from spool._torch import DTYPE_NAMES
 from spool.capture.origins import Place, origin_of_node
 
 STACK_FRAMES = 5
@@ -57,64 +56,54 @@ class Places:
             weakref.WeakKeyDictionary()
         )
 
-    def in_compiled_graph(self, *, in_engine: bool) -> bool:
-        """Whether the call comes out of a graph that torch.compile made, at run time.
+    def of_call(self, *, in_engine: bool) -> Place | None:
+        """The place of the call that is being made.
 
-        Such a call has generated code between itself and dynamo, or the autograd engine,
-        and no code of the user. What runs eagerly after a graph break comes from the
-        user's code.
+        For an operator of the autograd engine it is that of the forward call it belongs to,
+        if that is known; the user's own code inside the engine, a hook or a custom
+        ``backward``, comes first on the stack.
+
+        Returns
+        -------
+        Place or None
+            None if the call comes out of a graph that torch.compile made, at run time. It
+            has generated code between itself and dynamo, or the autograd engine, and no code
+            of the user. What runs eagerly after a graph break comes from the user's code.
         """
-        generated = False
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is not _RUN_BACKWARD:
-            origin = self._origin(frame.f_code)
-            if origin is _Origin.USER:
-                return False
-            generated = generated or origin is _Origin.COMPILED
-            if generated and (in_engine or origin is _Origin.DYNAMO):
-                return True
-            frame = frame.f_back
-        return False
-
-    def in_engine(self) -> Place:
-        """The place of an operator of the engine: that of the forward call it belongs to.
-
-        The user's own code inside the engine, a hook or a custom ``backward``, comes
-        first on the stack.
-        """
-        forward = origin_of_node()
-        if forward is None:
-            return self.here()
-        stack: list[str] = []
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is not _RUN_BACKWARD:
-            if self._origin(frame.f_code) is _Origin.USER:
-                stack.append(_line(frame))
-            frame = frame.f_back
-        return replace(forward, stack=(*stack, *forward.stack)[:STACK_FRAMES])
-
-    def here(self) -> Place:
-        """The place of the call that is being made."""
+        forward = origin_of_node() if in_engine else None
+        origins = self._origins
         stack: list[str] = []
         innermost: FrameType | None = None
         outermost: FrameType | None = None
+        is_close, is_generated = True, False
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
-            if code is _CALL_IMPL:
-                innermost = innermost or frame
-                outermost = frame
-            elif len(stack) < STACK_FRAMES and self._origin(code) is _Origin.USER:
-                stack.append(_line(frame))
+            name = code.co_filename
+            origin = origins.get(name)
+            if origin is None:
+                origin = origins[name] = _classify(name)
+            if origin is _Origin.USER:
+                is_close = False
+                if len(stack) < STACK_FRAMES:
+                    stack.append(_line(frame))
+            elif origin is _Origin.LIBRARY:
+                if code is _CALL_IMPL:
+                    innermost = innermost or frame
+                    outermost = frame
+                elif code is _RUN_BACKWARD:
+                    is_close = False
+                    if forward is not None:
+                        break
+            elif is_close:
+                is_generated = is_generated or origin is _Origin.COMPILED
+                if is_generated and (in_engine or origin is _Origin.DYNAMO):
+                    return None
             frame = frame.f_back
+        if forward is not None:
+            lines = (*stack, *forward.stack)[:STACK_FRAMES]
+            return Place(forward.module, lines, forward.forward)
         return Place(self._module(innermost, outermost), tuple(stack))
-
-    def _origin(self, code: CodeType) -> _Origin:
-        name = code.co_filename
-        origin = self._origins.get(name)
-        if origin is None:
-            origin = self._origins[name] = _classify(name)
-        return origin
 
     def _module(self, inner: FrameType | None, outer: FrameType | None) -> str:
         if inner is None or outer is None:
@@ -166,26 +155,26 @@ class Settings:
         self._torch_version = str(torch.__version__)
         self._npu_version = npu_version()
 
-    def context(self, place: Place, device: str) -> CallContext:
-        """Context of a call at `place` whose first tensor is on `device`."""
-        return CallContext(
-            autocast=self._autocast(),
-            grad_enabled=torch.is_grad_enabled(),
-            inference_mode=torch.is_inference_mode_enabled(),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            allow_tf32=_allow_tf32(device.partition(":")[0]),
-            default_dtype=str(torch.get_default_dtype()).removeprefix("torch."),
-            device=device,
-            torch_version=self._torch_version,
-            torch_npu_version=self._npu_version,
-            module=place.module,
-            stack=place.stack,
-            forward=place.forward,
-        )
+    def context(self, place: Place, device: str) -> dict[str, Any]:
+        """Members of the `CallContext` of a call at `place` whose first tensor is on `device`."""
+        return {
+            "autocast": self._autocast(),
+            "grad_enabled": torch.is_grad_enabled(),
+            "inference_mode": torch.is_inference_mode_enabled(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "allow_tf32": _allow_tf32(device.partition(":")[0]),
+            "default_dtype": DTYPE_NAMES[torch.get_default_dtype()],
+            "device": device,
+            "torch_version": self._torch_version,
+            "torch_npu_version": self._npu_version,
+            "module": place.module,
+            "stack": place.stack,
+            "forward": place.forward,
+        }
 
     def _autocast(self) -> dict[str, str]:
         return {
-            kind: str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+            kind: DTYPE_NAMES[torch.get_autocast_dtype(kind)]
             for kind in self._device_types
             if torch.is_autocast_enabled(kind)
         }

@@ -28,6 +28,7 @@ import torch.utils.checkpoint
 from torch.autograd import graph
 
 from spool.capture import operators
+from spool.capture.exits import raised_by_handler
 from spool.capture.recorder import Recorder
 
 ENTRIES = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -77,6 +78,12 @@ class Engine:
             with self._lock:
                 self._graphs -= makes_graph
 
+    def forget(self) -> None:
+        """See no more operators."""
+        global _current
+        if _current is self:
+            _current = None
+
     def on_operator(
         self,
         operator: Any,
@@ -85,13 +92,19 @@ class Engine:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run an operator that came by in the engine."""
-        if (
-            not self._recorder.active
-            or torch._C._current_graph_task_id() == _OUTSIDE
-            or self._is_recomputed()
-        ):
+        if not self._recorder.active or not self._is_gradient(operator):
             return run(*args, **kwargs)
         return self._recorder.run(operator, args, kwargs, in_engine=run)
+
+    def _is_gradient(self, operator: Any) -> bool:
+        """Whether an operator belongs to the backward pass."""
+        try:
+            return torch._C._current_graph_task_id() != _OUTSIDE and not self._is_recomputed()
+        except Exception as error:
+            if raised_by_handler(error):
+                raise
+            self._recorder.failed("before", operator)
+            return False
 
     def _is_recomputed(self) -> bool:
         """Whether the operator belongs to a forward that is run again.

@@ -77,7 +77,7 @@ class Interceptor(TorchFunctionMode):
                 mode.remove()
         if self.present():
             return
-        below = self._local.__dict__.setdefault("below", _stack())
+        below = [*self._local.__dict__.setdefault("below", _stack()), _default_device()]
         above = []
         while (stack := _stack()) and not any(stack[-1] is mode for mode in below):
             above.append(_pop())
@@ -115,6 +115,11 @@ class Interceptor(TorchFunctionMode):
 def open_modes() -> list[str]:
     """Type names of the modes on the calling thread's stack, bottom first."""
     return [type(mode).__name__ for mode in _stack()]
+
+
+def _default_device() -> object:
+    """The mode of ``torch.set_default_device``, which torch keeps below all others."""
+    return getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
 
 
 def _stack() -> list[Any]:

@@ -27,6 +27,8 @@ class Ledger:
         Calls that were left alone, by reason; reasons of drops too.
     blocked : float
         Seconds that the trainer was made to wait.
+    in_vain : float
+        Of them, those after which there was no room: at most `max_wait` in a step.
     sealed : bool
         No further call of this step will come.
     whole : bool
@@ -44,6 +46,7 @@ class Ledger:
     dropped: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     blocked: float = 0.0
+    in_vain: float = 0.0
     sealed: bool = False
     whole: bool = True
     closing: bool = False
@@ -64,12 +67,18 @@ class Ledger:
             blocked_seconds=round(self.blocked, 3),
         )
 
-    def line(self) -> str:
-        """What `step` says about the step, in one line."""
+    def line(self, more: int = 0, more_bytes: int = 0) -> str:
+        """What `step` says about the step, in one line.
+
+        Parameters
+        ----------
+        more, more_bytes : int
+            Accepted calls that are not counted yet, and their tensor bytes.
+        """
         skipped = ", ".join(f"{reason} {n}" for reason, n in sorted(self.skipped.items()))
         return (
-            f"step {self.step}: {self.accepted} calls captured, "
-            f"{amount(self.accepted_bytes)} of tensors, dropped {self.dropped}, "
+            f"step {self.step}: {self.accepted + more} calls captured, "
+            f"{amount(self.accepted_bytes + more_bytes)} of tensors, dropped {self.dropped}, "
             f"skipped {skipped or 'none'}, blocked {self.blocked:.2f} s"
         )
 

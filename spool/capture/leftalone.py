@@ -6,33 +6,13 @@ from typing import Any
 
 import torch
 
-from spool.capture.context import Places
 from spool.capture.naming import Identity, Kind
 from spool.capture.values import Tensors, is_distributed
 from spool.names import base_name
 
 COMPILED = "compiled graph"
 FUNCTORCH = "functorch"
-
-
-def why_left_alone(
-    identity: Identity, found: Tensors, places: Places, *, in_engine: bool
-) -> str | None:
-    """Why a call is not captured, whatever the user asked for; None if it is.
-
-    Parameters
-    ----------
-    identity : Identity
-    found : list of (path, Tensor)
-        The tensors among its arguments.
-    places : Places
-    in_engine : bool
-        The autograd engine runs it.
-    """
-    reason = identity.reason or tracing()
-    if reason is None and places.in_compiled_graph(in_engine=in_engine):
-        reason = COMPILED
-    return reason or _foreign(identity, found)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def in_transform() -> bool:
@@ -50,17 +30,25 @@ def tracing() -> str | None:
     return None
 
 
-def _foreign(identity: Identity, found: Tensors) -> str | None:
-    """Why a call's tensors are no values that can be stored."""
+def foreign(identity: Identity, found: Tensors) -> str | None:
+    """Why a call's tensors are no values that can be stored, None if they may be.
+
+    Parameters
+    ----------
+    identity : Identity
+    found : list of (path, Tensor)
+        The tensors among its arguments.
+    """
     for _, tensor in found:
-        if type(tensor).__name__ == "FakeTensor":
-            return "fake tensor"
+        if type(tensor) not in _PLAIN:
+            if type(tensor).__name__ == "FakeTensor":
+                return "fake tensor"
+            if is_distributed(tensor) and not _elementwise(identity):
+                return "DTensor"
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return FUNCTORCH
         if tensor.is_meta:
             return "meta tensor"
-        if is_distributed(tensor) and not _elementwise(identity):
-            return "DTensor"
     return None
 
 

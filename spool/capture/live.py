@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import platform
@@ -12,23 +13,29 @@ from collections.abc import Callable
 
 import torch
 
+from spool.capture.arena import Arena
 from spool.capture.context import npu_version
 from spool.capture.engine import Engine
-from spool.capture.exits import Exits
+from spool.capture.exits import Exits, raised_by_handler
 from spool.capture.filters import Filters
 from spool.capture.interceptor import Interceptor, open_modes
 from spool.capture.keeper import HEARTBEAT_SECONDS, Keeper
 from spool.capture.ledger import amount
-from spool.capture.recorder import Recorder
-from spool.capture.sink import Sink
+from spool.capture.recorder import HOOK_FAILED, Recorder
+from spool.capture.remote import RemoteWriters
+from spool.capture.sink import Backend, Sink
 from spool.capture.snapshot import PinnedPool
+from spool.capture.taking import Taker
 from spool.capture.watermark import Watermark
+from spool.capture.writers import Done, Pull, Writers
 from spool.config import CaptureConfig
 from spool.errors import StoreError
+from spool.files import is_running
 from spool.store import Heartbeat, RankCounts, StepCounts, Store
 
 logger = logging.getLogger("spool")
 
+OTHER_THREAD = "step began in another thread"
 MODE_LOST = "capture hook removed by others"
 _LEAST_PATIENCE = 30.0
 
@@ -53,19 +60,22 @@ class Live:
         watermark = Watermark(
             config.max_spool_bytes, config.on_full == "drop", lambda: self._store.usage()
         )
+        self._patience = max(config.max_wait, _LEAST_PATIENCE)
+        arena = Arena(config.queue_bytes)
         self._sink = Sink(
-            self._store,
             rank,
+            arena,
             queue_bytes=config.queue_bytes,
-            writers=config.writers,
             max_wait=config.max_wait,
             watermark=watermark,
+            start=functools.partial(self._start_writers, arena),
         )
+        arena.close_file()
         pool = PinnedPool(config.queue_bytes // 4)
-        self.recorder = Recorder(
-            self._sink, rank, Filters(config), config.max_call_bytes, pool, config.backward
-        )
-        self.mode = Interceptor(self.recorder, Engine(self.recorder) if config.backward else None)
+        taker = Taker(self._sink, rank, arena, pool, config.max_call_bytes)
+        self.recorder = Recorder(self._sink, Filters(config), taker, config.backward)
+        self._engine = Engine(self.recorder) if config.backward else None
+        self.mode = Interceptor(self.recorder, self._engine)
         self._thread = threading.get_ident()
         self._step = 0
         self._started = False
@@ -78,6 +88,36 @@ class Live:
         self._keeper = Keeper(self._beat, watermark)
         self._exits = Exits(self.end)
         self._exits.install()
+
+    def _start_writers(
+        self, arena: Arena, pull: Pull, done: Callable[[Done], None], lock: threading.RLock
+    ) -> Backend:
+        config = self._config
+        if config.writer == "process":
+            try:
+                return RemoteWriters(
+                    self._store,
+                    self._rank,
+                    self._kept,
+                    arena,
+                    count=config.writers,
+                    max_wait=config.max_wait,
+                    patience=self._patience,
+                    pull=pull,
+                    done=done,
+                    lock=lock,
+                )
+            except Exception as error:
+                logger.warning("no writer process can be started, threads write: %s", error)
+        return Writers(
+            self._store,
+            arena.view(0, arena.size),
+            count=config.writers,
+            patience=config.max_wait,
+            pull=pull,
+            done=done,
+            lock=lock,
+        )
 
     # Between start and end.
 
@@ -115,16 +155,38 @@ class Live:
         self.recorder.new_step(self._step)
         self._update()
 
+    def guarded(self, action: Callable[[], None]) -> None:
+        """Do what the program asked for; a fault of ours ends capture, never training."""
+        try:
+            action()
+        except Exception as error:
+            if raised_by_handler(error):
+                raise
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._started = False
+        self.recorder.active = False
+        self._sink.skip(self.recorder.ledger, HOOK_FAILED, dropped=True)
+        logger.exception("capture failed and ends here, training goes on")
+
     def _update(self) -> None:
         """Put the hook where a step is captured, and take it off where none is."""
         active = self._started and not self.ended and self._wants_step()
         # In another thread than ours the mode stays as it is: stacks are per thread.
-        if active != self._pushed and threading.get_ident() == self._thread:
-            if active:
+        if threading.get_ident() == self._thread:
+            if active and not self._pushed:
                 self.mode.place()
-            else:
+            elif self._pushed and not active:
                 self.mode.remove()
             self._pushed = active
+        elif active and not self._pushed:
+            self._sink.skip(self.recorder.ledger, OTHER_THREAD, dropped=True)
+            logger.error(
+                "step %d began in another thread than the one that enabled capture, which cannot "
+                "be captured therefore: call spool.step() where spool.enable() was called",
+                self._step,
+            )
         self.recorder.active = active
 
     def _wants_step(self) -> bool:
@@ -134,10 +196,10 @@ class Live:
         """Seal the current step if it is one that is captured, and say what it holds."""
         self.recorder.active = False
         ledger = self.recorder.ledger
-        if not self._wants_step() or (last and ledger.untouched):
+        if not self._wants_step() or (last and self._sink.untouched(ledger)):
             return
         self._sink.seal(ledger, whole=whole)
-        logger.info("rank %d %s", self._rank, ledger.line())
+        logger.info("rank %d %s", self._rank, self._sink.line(ledger))
 
     def _verify(self) -> bool:
         """Whether our mode is where it was put; says so once if it is not."""
@@ -163,6 +225,7 @@ class Live:
             captured=sum(ledger.shards for ledger in ledgers),
             bytes=sum(ledger.bytes for ledger in ledgers),
             blocked=self._sink.blocked,
+            writer=self._sink.backend.process,
         )
         self._store.heartbeat(self._rank, beat)
 
@@ -178,12 +241,11 @@ class Live:
         """
         if self._begin_end():
             # A step that an exception or a signal cut short is no whole step.
-            self._end_step(whole=reason == "disabled", last=True)
+            self.guarded(lambda: self._end_step(whole=reason == "disabled", last=True))
             self._close(reason)
         elif self._closer == threading.get_ident() and not self._closed.is_set():
             return False
-        if self.mode.present():  # another thread ended the capture
-            self.mode.remove()
+        self.guarded(self._leave)
         self._closed.wait()
         self._exits.uninstall()
         return True
@@ -206,20 +268,27 @@ class Live:
             self.ended = True
             self._closer = threading.get_ident()
         self.recorder.active = False
+        self.guarded(self._take_off)
+        return True
+
+    def _take_off(self) -> None:
         # In another thread than ours the mode stays, inactive: stacks are per thread.
         if self._pushed and threading.get_ident() == self._thread:
             if not self.mode.remove():
                 logger.error("capture's hook was already gone from torch's mode stack")
             self._pushed = False
-        return True
+
+    def _leave(self) -> None:
+        """Take the hook off this thread's stack too, if another thread ended the capture."""
+        if self.mode.present():
+            self.mode.remove()
 
     def _close(self, reason: str) -> None:
         try:
-            patience = max(self._config.max_wait, _LEAST_PATIENCE)
-            if not self._sink.drain(patience):
+            if not self._sink.drain(self._patience):
                 logger.error(
                     "the spool took nothing for %.0f s: what is left is dropped and counted",
-                    patience,
+                    self._patience,
                 )
             self._sink.stop()
             self._keeper.stop()
@@ -239,6 +308,8 @@ class Live:
         except Exception as error:
             logger.error("rank %d could not be closed: %s", self._rank, error)
         finally:
+            if self._engine is not None:
+                self._engine.forget()
             self._closed.set()
             self._on_end()
 
@@ -266,6 +337,7 @@ class Live:
         self.recorder.active = False
         self.ended = True
         self._closed.set()
+        self._sink.backend.forget()
         if self.mode.present():
             self.mode.remove()
         self._exits.uninstall()
@@ -274,6 +346,8 @@ class Live:
 def _claim(store: Store, rank: int, resume: bool) -> dict[int, StepCounts]:
     """Make sure that no capture of this rank is in the way; counts of steps that stay."""
     beat = store.read_heartbeat(rank)
+    if resume and beat is not None:
+        beat = _wait_for_writer(store, rank, beat)
     if not resume:
         if beat is not None or store.steps(rank) or store.rank_closed(rank) is not None:
             raise StoreError(
@@ -294,16 +368,24 @@ def _claim(store: Store, rank: int, resume: bool) -> dict[int, StepCounts]:
     return {number: counts for number, counts in kept.items() if counts is not None}
 
 
+def _wait_for_writer(store: Store, rank: int, beat: Heartbeat) -> Heartbeat | None:
+    """Wait for the writer process of a trainer that was killed, which still publishes."""
+    while is_running(beat.host, beat.writer) and not is_running(beat.host, beat.pid):
+        if time.time() - beat.time > 3 * HEARTBEAT_SECONDS:
+            break  # the number may be another process's by now
+        logger.info("rank %d: process %d still writes what was captured", rank, beat.writer)
+        time.sleep(1.0)
+        again = store.read_heartbeat(rank)
+        if again is None or store.rank_closed(rank) is not None:
+            return again
+        beat = again
+    return beat
+
+
 def _alive(beat: Heartbeat) -> bool:
     """Whether the process behind a heartbeat is surely another one and running."""
     recent = time.time() - beat.time < 3 * HEARTBEAT_SECONDS
-    if not recent or beat.host != socket.gethostname() or beat.pid == os.getpid():
-        return False
-    try:
-        os.kill(beat.pid, 0)
-    except OSError:
-        return False
-    return True
+    return recent and beat.pid != os.getpid() and is_running(beat.host, beat.pid)
 
 
 def _versions() -> dict[str, str]:

@@ -17,6 +17,7 @@ from torch import _ops
 from torch._ops import OpOverload
 
 from spool.capture.denylist import COLLECTIVES
+from spool.capture.exits import raised_by_handler
 from spool.capture.naming import Kind, Names
 
 logger = logging.getLogger("spool")
@@ -140,14 +141,25 @@ def _is_composed(operator: Any, device: str) -> bool:
 def _kernel(operator: OpOverload, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
     """What torch calls in place of an operator, while the key is included."""
     run = functools.partial(_run, operator)
-    tensor = next((item for item in _flat(args) if isinstance(item, torch.Tensor)), None)
-    # Of these the operators inside are to be seen: on the local shards of a distributed
-    # tensor, or what an operator is composed of.
-    is_apart = type(tensor).__name__ == "DTensor" or _is_composed(operator, _device(tensor))
-    if is_apart and not _has_numbers(operator, args):
+    if _is_apart(operator, args):
         return operator.redispatch(keyset.remove(_key()), *args, **kwargs)
     with torch._C._ExcludeDispatchKeyGuard(_keys()):
         return run(*args, **kwargs) if _handler is None else _handler(operator, run, args, kwargs)
+
+
+def _is_apart(operator: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether the operators inside an operator are to be seen.
+
+    Those on the local shards of a distributed tensor, or what an operator is composed of.
+    """
+    try:
+        tensor = next((item for item in _flat(args) if isinstance(item, torch.Tensor)), None)
+        is_apart = type(tensor).__name__ == "DTensor" or _is_composed(operator, _device(tensor))
+        return is_apart and not _has_numbers(operator, args)
+    except Exception as error:
+        if raised_by_handler(error):
+            raise
+        return False  # then it is one call, whatever is inside
 
 
 def _run(operator: OpOverload, /, *args: Any, **kwargs: Any) -> Any:

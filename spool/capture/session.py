@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,17 +56,17 @@ class Session:
     def start(self) -> None:
         """Capture calls from here on, in the steps that are configured."""
         if self._live is not None:
-            self._live.start()
+            self._live.guarded(self._live.start)
 
     def stop(self) -> None:
         """Capture nothing until the next `start`; the step goes on."""
         if self._live is not None:
-            self._live.stop()
+            self._live.guarded(self._live.stop)
 
     def step(self) -> None:
         """End the current step and begin the next."""
         if self._live is not None:
-            self._live.step()
+            self._live.guarded(self._live.step)
 
     @contextmanager
     def attach(self) -> Iterator[None]:
@@ -172,6 +173,10 @@ def enable(
         )
         _current = Session(settings, rank, None)
         return _current
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # It imports the program again before it begins: what stands at the top of it runs.
+        logger.info("a spawned child imports the program again: nothing is captured there")
+        return Session(settings, rank, None)  # which may enable by itself later
     _check_directory(settings)
     session = Session(settings, rank, None)
     session._live = Live(settings, rank, on_end=lambda: _forget(session))

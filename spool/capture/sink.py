@@ -1,26 +1,26 @@
-"""The sink: a queue bounded by bytes, writer threads, and steps closed behind them.
+"""The sink: calls on their way to the writers, bounded by bytes, and steps closed behind them.
 
-The trainer reserves room *before* it copies anything, so that memory is bounded
-also while a call is being snapshot. Where there is none it waits, at most
-`max_wait`; then the call is dropped and counted, and as long as nothing moves
-later calls do not wait again. Writers encode and publish; the one that publishes
-the last call of a finished step writes the step's marker.
+The trainer takes room in the arena *before* it copies anything, so that memory is bounded
+also while a call is being snapshot. Where there is none it waits, at most `max_wait`; then
+the call is dropped and counted, and as long as nothing moves later calls do not wait
+again. When the last call of a finished step is published, the step's marker follows.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from spool.call import Call
+from spool.capture.arena import Arena, Block
 from spool.capture.ledger import Ledger
-from spool.capture.snapshot import Transfers
+from spool.capture.snapshot import Landings, Transfers
 from spool.capture.watermark import Watermark
-from spool.store import Store
+from spool.capture.writers import Closing, Done, Pull, Shard, Task
 
 logger = logging.getLogger("spool")
 
@@ -28,78 +28,116 @@ NO_ROOM = "queue full"
 SPOOL_FULL = "spool full"
 TOO_LARGE = "larger than queue_bytes"
 WRITE_FAILED = "write failed"
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-_RETRY_SECONDS = 0.5
 
 
-@dataclass
+class Backend(Protocol):
+    """What writes: `Writers` here, or `RemoteWriters` in a process of their own."""
+
+    def wake(self) -> None:
+        """There is something to pull."""
+
+    def stop(self) -> None:
+        """Do nothing more."""
+
+    def forget(self) -> None:
+        """In a forked child: let go of what is not its own."""
+
+    @property
+    def disk_full(self) -> bool:
+        """Whether a writer waits for a full disk."""
+
+    @property
+    def process(self) -> int:
+        """Number of the process that writes, if it is another; else 0."""
+
+
+class NoRoom(Exception):
+    """There is no room for a call, which is dropped and counted.
+
+    Parameters
+    ----------
+    reason : str
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(slots=True)
 class Record:
     """A captured call on its way to the store.
 
     Parameters
     ----------
-    call : Call
-        Its regions may still be filling until `transfers` has waited.
-    transfers : Transfers
-    room : int
-        Bytes that it holds of the queue.
+    shard : Shard
+    blocks : list of Block
+        What it holds of the arena.
+    nbytes : int
+        Tensor data.
+    transfers : Transfers or None
+        What has not arrived yet.
     """
 
-    call: Call
-    transfers: Transfers
-    room: int
+    shard: Shard
+    blocks: list[Block]
+    nbytes: int
+    transfers: Transfers | None = None
 
 
 class Sink:
-    """Accepts records of one rank and publishes them into a store.
+    """Accepts records of one rank and has them published.
 
     Parameters
     ----------
-    store : Store
     rank : int
+    arena : Arena
+        Memory that records wait in.
     queue_bytes : int
-        Most bytes of tensor data that are held at a time.
-    writers : int
-        Writer threads.
+        Most bytes of it that are held at a time.
     max_wait : float
-        Most seconds that `reserve` blocks, and that a writer waits for a full disk.
+        Most seconds that `reserve` blocks.
     watermark : Watermark
         Tells whether the spool has room.
+    start : callable
+        Makes what writes, given the function to pull tasks, with their numbers, the function
+        to tell what became of one, and the lock under which to pull.
     """
 
     def __init__(
         self,
-        store: Store,
         rank: int,
+        arena: Arena,
         *,
         queue_bytes: int,
-        writers: int,
         max_wait: float,
         watermark: Watermark,
+        start: Callable[[Pull, Callable[[Done], None], Any], Backend],
     ) -> None:
-        self._store = store
         self._rank = rank
+        self._arena = arena
         self._limit = queue_bytes
         self._max_wait = max_wait
         self._watermark = watermark
         # Re-entrant: a signal handler that closes the session may interrupt the trainer here.
         self._lock = threading.RLock()
         self._state = threading.Condition(self._lock)  # for who waits for room or for the end
-        self._work = threading.Condition(self._lock)  # for writers that wait for a record
-        self._queue: deque[tuple[Record | None, Ledger]] = deque()
+        # What the trainer hands over it hands over by one append, so that an exception of a
+        # signal handler finds it done or not begun; a record of None seals its step.
+        self._inbox: deque[tuple[Record | None, Ledger]] = deque()
+        self._pending: dict[int, tuple[Record | None, Ledger]] = {}
+        self._ready: list[tuple[int, Task]] = []
+        self._number = 0
         self._held = 0
-        self._writing = 0
         self._stalled = False
         self._stopping = False
         self._progress = 0
         self._ledgers: dict[int, Ledger] = {}
         self._write_failures = 0
         self._waiting = False
-        self._disk_full = 0
-        self._alive = writers
+        self._landings = Landings(self._landed)
         watermark.on_change(self._wake)
-        for number in range(writers):
-            threading.Thread(target=self._run, name=f"spool-writer-{number}", daemon=True).start()
+        self.backend = start(self._pull, self._done, self._lock)
 
     # The trainer's side.
 
@@ -119,7 +157,7 @@ class Sink:
             if dropped:
                 ledger.dropped += calls
 
-    def reserve(self, nbytes: int, ledger: Ledger, held: int = 0) -> str | None:
+    def reserve(self, nbytes: int, ledger: Ledger, held: int = 0) -> Block:
         """Take room for `nbytes`, waiting for it if there is none.
 
         Parameters
@@ -130,21 +168,31 @@ class Sink:
         held : int
             What the same call holds already.
 
-        Returns
-        -------
-        str or None
-            Why there is no room; None if it is taken.
+        Raises
+        ------
+        NoRoom
         """
         if nbytes + held > self._limit or self._watermark.never(nbytes + held):
-            return TOO_LARGE
+            raise NoRoom(TOO_LARGE)
         with self._lock:
             obstacle = self._obstacle(nbytes)
             if obstacle is not None:
                 obstacle = self._wait_for_room(nbytes, ledger, obstacle)
-            if obstacle is None:
-                self._held += nbytes
-                self._stalled = self._stalled and not self._relaxed()
-            return obstacle
+            block = self._arena.take(nbytes) if obstacle is None else None
+            if block is None:
+                raise NoRoom(obstacle or NO_ROOM)
+            self._held += block.nbytes
+            if self._stalled:
+                self._stalled = not self._relaxed()
+            return block
+
+    def free(self, blocks: list[Block]) -> None:
+        """Give room back."""
+        with self._lock:
+            for block in blocks:
+                self._arena.give(block)
+                self._held -= block.nbytes
+            self._state.notify_all()
 
     def _relaxed(self) -> bool:
         """Whether there is room enough that waiting for some is worth while again.
@@ -158,7 +206,7 @@ class Sink:
         if not self._watermark.has_room(nbytes + self._held):
             return SPOOL_FULL
         # With nothing in the writers' hands no room will ever be made: the call goes on.
-        if self._held + nbytes > self._limit and (self._queue or self._writing):
+        if self._held + nbytes > self._limit and (self._inbox or self._pending):
             return NO_ROOM
         return None
 
@@ -167,47 +215,47 @@ class Sink:
         found: str | None = obstacle
         self._waiting = True
         while found is not None and not self._stopping:
-            left = begin + self._max_wait - time.monotonic()
+            left = begin + self._max_wait - ledger.in_vain - time.monotonic()
             if self._stalled or left <= 0 or (found == SPOOL_FULL and self._watermark.drop):
                 break
             self._state.wait(left)
             found = self._obstacle(nbytes)
         self._waiting = False
-        ledger.blocked += time.monotonic() - begin
+        waited = time.monotonic() - begin
+        ledger.blocked += waited
+        if found is not None:
+            ledger.in_vain += waited
         if found is not None and not self._stalled:
             self._stalled = True
             logger.warning(
                 "%s: calls are dropped and counted until there is room (waited %.1f s)",
                 found,
-                time.monotonic() - begin,
+                waited,
             )
         return found
 
-    def adjust(self, before: int, after: int) -> None:
-        """Correct what a call holds, once its size is known."""
-        with self._lock:
-            self._held += after - before
-            if after < before:
-                self._state.notify_all()
-
     def submit(self, record: Record, ledger: Ledger) -> None:
         """Hand a record to the writers; its room is freed when it is published."""
-        with self._lock:
-            if self._stopping:
-                self._held -= record.room
-                return
-            self._queue.append((record, ledger))
-            ledger.accepted += 1
-            ledger.accepted_bytes += record.call.nbytes
-            ledger.pending += 1
-            self._work.notify()
+        if self._stopping:
+            self.free(record.blocks)
+            return
+        self._inbox.append((record, ledger))
+        self.backend.wake()
 
     def seal(self, ledger: Ledger, *, whole: bool = True) -> None:
         """No further call of the step will come; its marker follows the last one."""
-        with self._lock:
-            ledger.sealed, ledger.whole = True, whole
-            self._queue.append((None, ledger))  # a writer closes it, not the trainer
-            self._work.notify()
+        ledger.whole = whole
+        self._inbox.append((None, ledger))
+        self.backend.wake()
+
+    def untouched(self, ledger: Ledger) -> bool:
+        """Whether nothing of a step was counted at all."""
+        return ledger.untouched and not any(other is ledger for _, other in self._inbox.copy())
+
+    def line(self, ledger: Ledger) -> str:
+        """What a step holds by now, for people."""
+        waiting = [record for record, other in self._inbox.copy() if other is ledger and record]
+        return ledger.line(len(waiting), sum(record.nbytes for record in waiting))
 
     def drain(self, patience: float) -> bool:
         """Wait until everything accepted is published and sealed steps are closed.
@@ -225,7 +273,7 @@ class Sink:
         """
         with self._lock:
             seen, since = self._progress, time.monotonic()
-            while self._queue or self._writing or any(self._unclosed()):
+            while self._inbox or self._pending:
                 if self._progress != seen:
                     seen, since = self._progress, time.monotonic()
                 left = since + patience - time.monotonic()
@@ -234,30 +282,24 @@ class Sink:
                 self._state.wait(min(left, 1.0))
             return True
 
-    def _unclosed(self) -> list[Ledger]:
-        return [ledger for ledger in self._ledgers.values() if ledger.sealed and not ledger.closed]
-
-    def stop(self, timeout: float = 5.0) -> None:
-        """End the writers; what is still queued is counted as dropped."""
+    def stop(self) -> None:
+        """End the writers; what is still pending is counted as dropped."""
         with self._lock:
+            self._pull()
             self._stopping = True
-            while self._queue:
-                record, ledger = self._queue.popleft()
-                if record is None:
-                    continue
-                self._held -= record.room
-                ledger.pending -= 1
-                ledger.dropped += 1
-                ledger.skipped[WRITE_FAILED] += 1
-            self._work.notify_all()
-            # Not joined: whoever stops may be a signal handler above a frame that holds
-            # the lock, and only waiting on the condition lets the writers have it.
-            self._state.wait_for(lambda: self._alive == 0, timeout)
+            for record, ledger in self._pending.values():
+                if record is not None:
+                    ledger.pending -= 1
+                    ledger.dropped += 1
+                    ledger.skipped[WRITE_FAILED] += 1
+            self._pending.clear()
+            self._state.notify_all()
+        self.backend.stop()
 
     @property
     def blocked(self) -> bool:
         """Whether the trainer waits for room, or a writer for a full disk."""
-        return self._waiting or self._disk_full > 0
+        return self._waiting or self.backend.disk_full
 
     def _wake(self) -> None:
         with self._lock:
@@ -265,86 +307,76 @@ class Sink:
 
     # The writers' side.
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                while not self._queue and not self._stopping:
-                    self._work.wait()
-                if not self._queue:
-                    self._alive -= 1
-                    self._state.notify_all()
-                    return
-                record, ledger = self._queue.popleft()
-                self._writing += 1
-            stored: int | None = None
-            try:
-                if record is not None:
-                    stored = self._publish(record)
-            except Exception as error:
-                self._report(record.call.name if record else "", error)
-            finally:
-                self._finish(record, ledger, stored)
+    def _pull(self) -> list[tuple[int, Task]]:
+        """Take in what was handed over; the tasks that can be done now."""
+        while self._inbox:
+            record, ledger = self._inbox.popleft()
+            if record is None:
+                ledger.sealed = True
+                self._close_if_done(ledger)
+                continue
+            ledger.accepted += 1
+            ledger.accepted_bytes += record.nbytes
+            ledger.pending += 1
+            number = self._add(record, ledger)
+            if record.transfers is None:
+                self._ready.append((number, record.shard))
+            else:
+                self._landings.add(record.transfers, (number, record.shard))
+        ready, self._ready = self._ready, []
+        return ready
 
-    def _publish(self, record: Record) -> int:
-        record.transfers.wait()
-        deadline = time.monotonic() + (0.0 if self._watermark.drop else self._max_wait)
-        while True:
-            try:
-                return self._store.publish(record.call).nbytes
-            except OSError as error:
-                # A full disk may be emptied by the checking host.
-                if error.errno not in _FULL_DISK or time.monotonic() >= deadline:
-                    raise
-            with self._lock:
-                self._disk_full += 1
-            time.sleep(_RETRY_SECONDS)
-            with self._lock:
-                self._disk_full -= 1
+    def _add(self, record: Record | None, ledger: Ledger) -> int:
+        number = self._number
+        self._number += 1
+        self._pending[number] = record, ledger
+        return number
 
-    def _finish(self, record: Record | None, ledger: Ledger, stored: int | None) -> None:
-        if record is not None:
-            record.transfers.release()
+    def _close_if_done(self, ledger: Ledger) -> None:
+        if ledger.sealed and not ledger.pending and not ledger.closing and not self._stopping:
+            ledger.closing = True
+            counts = ledger.counts() if ledger.whole else None
+            number = self._add(None, ledger)
+            self._ready.append((number, Closing(self._rank, ledger.step, counts)))
+            self.backend.wake()
+
+    def _landed(self, what: tuple[int, Task], error: str) -> None:
+        if error:
+            self._done(Done(what[0], error=error))
+            return
         with self._lock:
-            self._writing -= 1
+            self._ready.append(what)
+        self.backend.wake()
+
+    def _done(self, done: Done) -> None:
+        with self._lock:
+            if done.number not in self._pending:
+                return
+            record, ledger = self._pending.pop(done.number)
             self._progress += 1
-            if record is not None:
-                self._held -= record.room
+            if record is None:
+                ledger.closed = True
+                if done.error:
+                    logger.error("step %d could not be closed: %s", ledger.step, done.error)
+            else:
                 ledger.pending -= 1
-                if stored is None:
+                if done.error:
+                    self._failed(record.shard, done.error)
                     ledger.dropped += 1
                     ledger.skipped[WRITE_FAILED] += 1
                 else:
                     ledger.shards += 1
-                    ledger.bytes += stored
-                    self._watermark.wrote(stored)
+                    ledger.bytes += done.stored
+                    self._watermark.wrote(done.stored)
+                self.free(record.blocks)
+            self._close_if_done(ledger)
             self._state.notify_all()
-        self._close_if_done(ledger)
 
-    def _report(self, name: str, error: Exception) -> None:
-        with self._lock:
-            self._write_failures += 1
-            first = self._write_failures == 1
-        if first:
+    def _failed(self, shard: Shard, error: str) -> None:
+        self._write_failures += 1
+        if self._write_failures == 1:
             logger.error(
-                "%s could not be written and is dropped (later failures are only counted): %s",
-                name,
+                "%s.%d could not be written and is dropped (later failures are only counted): %s",
+                *shard.identity[:2],
                 error,
-                exc_info=not isinstance(error, OSError),
             )
-
-    def _close_if_done(self, ledger: Ledger) -> None:
-        with self._lock:
-            if not ledger.sealed or ledger.pending or ledger.closing:
-                return
-            ledger.closing = True
-        try:
-            self._store.sync()
-            if ledger.whole:
-                self._store.close_step(self._rank, ledger.step, ledger.counts())
-        except Exception as error:
-            logger.error("step %d could not be closed: %s", ledger.step, error)
-        finally:
-            with self._lock:
-                ledger.closed = True
-                self._progress += 1
-                self._state.notify_all()

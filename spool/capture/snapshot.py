@@ -1,22 +1,26 @@
-"""Copies of a call's values in host memory, as they are at this moment.
+"""Copies of a call's values in the arena, as they are at this moment.
 
 CPU tensors are copied at once. Device tensors go into pinned host memory on the
-current stream without waiting; the writer waits for the event behind the copies
-before it reads them, so the trainer never does.
+current stream without waiting; a thread waits for the event behind the copies and
+brings them into the arena, so the trainer never waits.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy.typing as npt
 import torch
 
-from spool.call import Region, Tree
-from spool.tensors import copy_to_host, freeze
+from spool.capture.arena import Arena, Block
+from spool.capture.writers import Span
+from spool.dtypes import STORAGE
+from spool.tensors import Plan, copy_bytes, copy_memory, flat_bytes
 
+_CODES = {name: dtype.str.replace("|", "<") for name, dtype in STORAGE.items()}
 _STEP = 1 << 20
 
 
@@ -63,47 +67,111 @@ def _rounded(nbytes: int) -> int:
 
 
 class Transfers:
-    """The copies of one call, and what must have happened before they are read."""
+    """The copies of one call into the arena.
 
-    def __init__(self, pool: PinnedPool) -> None:
+    Parameters
+    ----------
+    arena : Arena
+    pool : PinnedPool
+    """
+
+    __slots__ = ("_arena", "_devices", "_events", "_landings", "_next", "_pool")
+
+    def __init__(self, arena: Arena, pool: PinnedPool) -> None:
+        self._arena = arena
         self._pool = pool
-        self._buffers: list[torch.Tensor] = []
+        self._next = 0
         self._devices: set[torch.device] = set()
         self._events: list[Any] = []
+        self._landings: list[tuple[torch.Tensor, int, int]] = []
 
-    def freeze(
-        self, values: Sequence[object], first_region: int = 0
-    ) -> tuple[list[Tree], list[Region]]:
-        """Snapshot values together; see `spool.tensors.freeze`."""
-        trees, regions = freeze(values, self._copy, first_region)
+    def copy(self, plan: Plan, block: Block) -> list[Span]:
+        """Copy what is planned into a block of at least its size; where each region is.
+
+        Values are those of now. What a device holds arrives by `land`.
+        """
+        self._next = block.offset
+        spans = [
+            (_CODES[dtype], offset, nbytes) for dtype, (offset, nbytes) in plan.copy(self._copy)
+        ]
         for device in self._devices:
             backend = getattr(torch, device.type)
             event = backend.Event()
             event.record(backend.current_stream(device))
             self._events.append(event)
         self._devices.clear()
-        return trees, regions
+        return spans
 
-    def _copy(self, flat: torch.Tensor) -> npt.NDArray[Any]:
-        if flat.device.type == "cpu":
-            return copy_to_host(flat)
-        buffer = self._pool.take(flat.numel() * flat.element_size())
-        self._buffers.append(buffer)
-        self._devices.add(flat.device)
-        host = buffer[: flat.numel() * flat.element_size()].view(flat.dtype)
-        host.copy_(flat, non_blocking=True)
-        array: npt.NDArray[Any] = host.numpy()
-        return array
+    def _copy(self, source: torch.Tensor, nbytes: int) -> tuple[int, int]:
+        offset = self._next
+        self._next += nbytes
+        if not nbytes:
+            return offset, 0
+        if source.is_cpu:
+            copy_bytes(self._arena.address(offset), source, nbytes)
+            return offset, nbytes
+        buffer = self._pool.take(nbytes)
+        buffer[:nbytes].copy_(flat_bytes(source, nbytes), non_blocking=True)
+        self._landings.append((buffer, offset, nbytes))
+        self._devices.add(source.device)
+        return offset, nbytes
 
-    def wait(self) -> None:
-        """Wait until all copies are in host memory; called where it may block."""
+    @property
+    def pending(self) -> bool:
+        """Whether `land` has something to do."""
+        return bool(self._landings)
+
+    def land(self) -> None:
+        """Wait until all copies are in host memory and bring them into the arena.
+
+        Called where it may block: whoever trains goes on meanwhile.
+        """
         for event in self._events:
             event.synchronize()
+        for buffer, offset, nbytes in self._landings:
+            copy_memory(self._arena.address(offset), buffer.data_ptr(), nbytes)
+        self._give_back()
 
-    def release(self) -> None:
-        """Give the buffers back; the arrays must not be read any more."""
-        if self._buffers:
-            self.wait()  # a copy that is still under way must not land in another call's buffer
-        for buffer in self._buffers:
+    def drop(self) -> None:
+        """Give the buffers back unread."""
+        for event in self._events:
+            event.synchronize()  # a late copy must not land in another call's buffer
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for buffer, _, _ in self._landings:
             self._pool.give(buffer)
-        self._buffers.clear()
+        self._landings.clear()
+        self._events.clear()
+
+
+class Landings:
+    """A thread that brings what devices held into the arena, in order; begun when needed.
+
+    Parameters
+    ----------
+    landed : callable
+        Called with what was given to `add`, and why it failed, else "".
+    """
+
+    def __init__(self, landed: Callable[[Any, str], None]) -> None:
+        self._landed = landed
+        self._queue: queue.SimpleQueue[tuple[Transfers, Any]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def add(self, transfers: Transfers, what: object) -> None:
+        """Land `transfers`, then tell about `what`."""
+        self._queue.put((transfers, what))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="spool-landing", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            transfers, what = self._queue.get()
+            error = ""
+            try:
+                transfers.land()
+            except Exception as caught:  # a device that is lost
+                error = f"the copy from the device failed: {caught}"
+            self._landed(what, error)

@@ -7,13 +7,9 @@ looking at a tensor is not a call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any
 
 import torch
-
-_PAGE = 4096
-
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -61,28 +57,6 @@ def call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
     if kwargs:
         _collect(kwargs, "kwargs", found)
     return found
-
-
-def stored_bytes(values: list[torch.Tensor]) -> int:
-    """Upper bound of the bytes that a snapshot of these tensors takes.
-
-    A tensor given twice counts once; an expanded one counts its extent, a sparse
-    extent at most twice its elements, as the snapshot stores them.
-    """
-    seen: dict[tuple[int, int], int] = {}
-    for value in values:
-        # Sparse, nested and the like: the snapshot will refuse them.
-        with suppress(RuntimeError, AttributeError, TypeError):
-            elements = value.numel()
-            if elements and value.is_contiguous():
-                seen[value.data_ptr(), elements] = elements * value.element_size()
-            elif elements:
-                steps = zip(value.shape, value.stride(), strict=True)
-                extent = 1 + sum((size - 1) * stride for size, stride in steps)
-                size = value.element_size()
-                stored = min(extent * size, max(2 * elements * size, _PAGE))
-                seen[value.data_ptr(), extent] = stored
-    return sum(seen.values())
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

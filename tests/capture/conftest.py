@@ -18,8 +18,10 @@ class Spool:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.writer = "process"
 
     def enable(self, **keywords: Any) -> spool.Session:
+        keywords.setdefault("writer", self.writer)
         return spool.enable(spool_dir=self.root, **keywords)
 
     def store(self) -> Store:

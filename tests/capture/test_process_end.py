@@ -57,6 +57,15 @@ def closed(root: Path) -> dict | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def wait_closed(root: Path, seconds: float = 60) -> dict:
+    """What the rank's marker says, once there is one."""
+    end = time.monotonic() + seconds
+    while closed(root) is None:
+        assert time.monotonic() < end, "the rank is not closed"
+        time.sleep(0.05)
+    return closed(root)
+
+
 def agree(root: Path) -> None:
     """The rank's marker says what is there, and nothing half written is left."""
     marker = closed(root)
@@ -158,7 +167,7 @@ def test_sigterm_during_disable_is_delivered_after_it(root):
     spool.disable()
     time.sleep(60)
     """
-    code, _ = run(root, body, "writers=1")
+    code, _ = run(root, body, "writers=1, writer='threads'")
     assert code == -signal.SIGTERM
     assert whole(root) == 20
     agree(root)
@@ -195,9 +204,9 @@ def test_handler_is_given_back(root):
 def test_os_exit(root):
     code, _ = run(root, "work(); spool.step(); work(); os._exit(9)")
     assert code == 9
-    assert closed(root) is None
-    whole(root, 0)
-    whole(root, 1)
+    marker = wait_closed(root)
+    assert marker["reason"] == "killed"
+    agree(root)
 
 
 def test_sigkill_then_resume(root):
@@ -209,7 +218,8 @@ def test_sigkill_then_resume(root):
     process.kill()
     process.communicate(timeout=60)
     store = Store.open(root)
-    assert closed(root) is None
+    assert wait_closed(root)["reason"] == "killed"
+    agree(root)
     for step in store.steps(0):
         count = whole(root, step)
         counts = store.step_closed(0, step)
@@ -233,9 +243,10 @@ def test_exit_right_after_the_last_step_waits_for_its_shards(root):
 def test_forked_child_that_ends_by_itself_leaves_the_rank_open(root):
     body = """
     work()
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         sys.exit(0)
-    os.wait()
+    os.waitpid(child, 0)
     assert not os.path.exists(os.path.join({root!r}, "rank0", "closed.json"))
     work()
     """

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from random import Random
 
 import pytest
 import torch
 
 import spool
-from spool.capture.sink import Sink
+from spool.capture.arena import Arena
+from spool.capture.sink import Record, Sink
 from spool.capture.watermark import Watermark
+from spool.capture.writers import Shard, Writers
 from spool.store import Store
 
 
@@ -18,7 +21,13 @@ def sin(elements=1):
 
 
 @pytest.fixture
-def slow(monkeypatch):
+def threads(spooled):
+    """Threads of this process write, where a test can reach them."""
+    spooled.writer = "threads"
+
+
+@pytest.fixture
+def slow(threads, monkeypatch):
     """Holds every write back until it is set."""
     gate = threading.Event()
     publish = Store.publish
@@ -144,7 +153,9 @@ def test_at_the_edge_of_the_watermark_only_the_first_call_waits(spooled, said):
     assert said().count("spool full: calls are dropped") == 1
 
 
-def test_failing_write_is_counted_logged_once_and_training_goes_on(spooled, monkeypatch, said):
+def test_failing_write_is_counted_logged_once_and_training_goes_on(
+    spooled, threads, monkeypatch, said
+):
     def broken(self, call):
         raise OSError(5, "Input/output error")
 
@@ -158,7 +169,7 @@ def test_failing_write_is_counted_logged_once_and_training_goes_on(spooled, monk
     assert said().count("could not be written") == 1
 
 
-def test_full_disk_is_waited_for(spooled, monkeypatch):
+def test_full_disk_is_waited_for(spooled, threads, monkeypatch):
     publish = Store.publish
     tries = []
 
@@ -177,12 +188,12 @@ def test_full_disk_is_waited_for(spooled, monkeypatch):
 def test_hook_failure_costs_the_call_and_is_logged_once_with_its_traceback(
     spooled, monkeypatch, caplog
 ):
-    from spool.capture import recorder
+    from spool.capture import taking
 
     def broken(*arguments):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(recorder, "watch", broken)
+    monkeypatch.setattr(taking, "watch", broken)
     with spooled.enable() as session:
         assert torch.sin(torch.zeros(1)).item() == 0
         assert torch.cos(torch.zeros(1)).item() == 1
@@ -196,14 +207,14 @@ def test_hook_failure_costs_the_call_and_is_logged_once_with_its_traceback(
 
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_hook_failure_frees_its_room(spooled, monkeypatch, where):
-    from spool.capture import recorder
+    from spool.capture import taking
     from spool.capture.mutation import Watch
 
     def broken(*arguments):
         raise ZeroDivisionError("ours")
 
     if where == "before":
-        monkeypatch.setattr(recorder, "watch", broken)
+        monkeypatch.setattr(taking, "watch", broken)
     else:
         monkeypatch.setattr(Watch, "written", broken)
     session = spooled.enable(queue_bytes=9000, max_wait=0.0)
@@ -251,27 +262,40 @@ def test_dead_writer_does_not_keep_the_program(tmp_path, monkeypatch):
     gate = threading.Event()
     monkeypatch.setattr(Store, "publish", lambda self, call: gate.wait(60))
     store = Store.create(tmp_path / "spool", {})
-    sink = Sink(
-        store,
-        0,
-        queue_bytes=1000,
-        writers=1,
-        max_wait=0.1,
-        watermark=Watermark(None, False, lambda: 0),
-    )
-    ledger = sink.ledger(0)
-    assert sink.reserve(10, ledger) is None
-    from spool.call import Call, CallContext
-    from spool.capture.sink import Record
-    from spool.capture.snapshot import PinnedPool, Transfers
+    arena = Arena(1000)
 
-    call = Call("Torch.sin", 0, 0, 0, 0, "forward", (), {}, None, {}, CallContext(), [])
-    for _ in range(2):
-        sink.submit(Record(call, Transfers(PinnedPool(0)), 10), ledger)
+    def start(pull, done, lock):
+        view = arena.view(0, arena.size)
+        return Writers(store, view, count=1, patience=0, pull=pull, done=done, lock=lock)
+
+    watermark = Watermark(None, False, lambda: 0)
+    sink = Sink(0, arena, queue_bytes=1000, max_wait=0.1, watermark=watermark, start=start)
+    ledger = sink.ledger(0)
+    for index in range(2):
+        shard = Shard(("Torch.sin", index, 0, 0, index, "forward"), b"{}", [])
+        sink.submit(Record(shard, [sink.reserve(10, ledger)], 10), ledger)
     assert not sink.drain(0.2)
-    sink.stop(0.1)
-    assert (ledger.pending, ledger.dropped) == (1, 1)
+    sink.stop()
+    assert (ledger.pending, ledger.dropped) == (0, 2)
     gate.set()
+
+
+def test_blocks_of_the_arena_never_overlap():
+    arena, held, random = Arena(10_000), {}, Random(0)
+    for number in range(3000):
+        if held and random.random() < 0.5:
+            arena.give(held.pop(random.choice(list(held))))
+        else:
+            size = random.choice([0, 1, 63, 64, 65, 700])
+            held[number] = arena.take(size)
+            assert held[number].nbytes >= size
+        if number % 100 == 0:
+            bytes_held = [n for b in held.values() for n in range(b.offset, b.offset + b.nbytes)]
+            assert len(bytes_held) == len(set(bytes_held))
+    for block in held.values():
+        arena.give(block)
+    assert arena.take(arena.size) is not None  # one hole again
+    assert arena.take(1) is None
 
 
 def test_watermark_measures_again_after_a_good_part_of_the_room():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+import spool
 from spool import shard
 from spool.call import Call
 from spool.errors import BadShard
@@ -15,7 +17,7 @@ from spool.judging import judge_call
 from spool.records import CallHeader, MeasuredRow, Outcome
 from spool.replay.calls import replay_call
 from spool.replay.execute import Bench
-from spool.replay.result import header_of_call
+from spool.replay.result import CallResult, header_of_call
 from spool.settings import JudgeSettings
 from spool.store import Store
 
@@ -79,16 +81,48 @@ def _replayed(root: Path, rank: int) -> Outcomes:
     return found
 
 
-def _judged(call: Call, path: Path) -> tuple[str, str]:
+def replayed(call: Call, path: Path) -> CallResult:
+    """Replay and measure one call."""
     blank = CallHeader(
         call.rank, call.step, call.order, call.index, call.name, call.api, call.direction,
         "", "", "", "", str(path), 1, "", "", "", False,
     )  # fmt: skip
+    return replay_call(call, header_of_call(blank, call, {}, "cpu"), BENCH, LIMIT)
+
+
+def _judged(call: Call, path: Path) -> tuple[str, str]:
     try:
-        result = replay_call(call, header_of_call(blank, call, {}, "cpu"), BENCH, LIMIT)
+        result = replayed(call, path)
     except BadShard as error:
         return "bad shard", str(error)
     outputs = result.outputs if result.outcome is Outcome.MEASURED else [None]
     rows = [MeasuredRow(result.header, result.outcome, result.reason, o) for o in outputs or [None]]
     verdict = judge_call(rows, JudgeSettings())
     return str(verdict.status), verdict.message
+
+
+def captured_as_without(root: Path, training: Callable[[], list[torch.Tensor]]) -> Outcomes:
+    """Run a training without capture and with it, and replay every call of the second.
+
+    What it gives back (losses, gradients, weights) must be the same, bit for bit.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        plain = training()
+        with spool.enable(spool_dir=root):
+            captured = training()
+    finally:
+        torch.set_num_threads(threads)
+        spool.disable()
+    assert len(plain) == len(captured) > 0
+    assert all(map(identical, plain, captured))
+    return replay_all(root)
+
+
+def identical(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    a, b = (x.detach().reshape(-1).contiguous().view(torch.uint8) for x in (one, other))
+    return torch.equal(a, b)

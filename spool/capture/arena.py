@@ -1,0 +1,98 @@
+"""The memory that captured tensors wait in: one mapping, shared with the writer process.
+
+Blocks are taken from the lowest hole that is large enough, so that the same few pages are
+used again and again and no fresh ones have to be found while a step runs.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import mmap
+import os
+from typing import NamedTuple
+
+_ALIGNMENT = 64
+# Address space costs nothing, and with more of it than is ever held a hole is always found.
+_SLACK = 4
+
+
+class Block(NamedTuple):
+    """Bytes of the arena that a call holds; `nbytes` is a multiple of the alignment."""
+
+    offset: int
+    nbytes: int
+
+
+class Arena:
+    """Memory that several processes can map.
+
+    Callers keep to one thread at a time, by a lock of theirs. An exception of a signal
+    handler, wherever it strikes, loses a block at worst: a change is one assignment.
+
+    Parameters
+    ----------
+    limit : int
+        Most bytes that are held at a time.
+
+    Attributes
+    ----------
+    file : int
+        Descriptor of the memory, for another process to map.
+    size : int
+        Bytes of the mapping; memory is used where something was written.
+
+    Raises
+    ------
+    OSError
+        If the system gives none.
+    """
+
+    def __init__(self, limit: int) -> None:
+        page = mmap.PAGESIZE
+        self.size = -(-_SLACK * (limit + page) // page) * page
+        self.file = os.memfd_create("spool", os.MFD_CLOEXEC)
+        os.ftruncate(self.file, self.size)
+        self._memory = mmap.mmap(self.file, self.size)
+        self._view = memoryview(self._memory)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._holes: list[tuple[int, int]] = [(0, self.size)]
+
+    def take(self, nbytes: int) -> Block | None:
+        """A block of at least `nbytes`, None if no hole is large enough."""
+        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        for number, (start, stop) in enumerate(self._holes):
+            if stop - start >= size:
+                rest = [(start + size, stop)] if stop - start > size else []
+                self._holes = [*self._holes[:number], *rest, *self._holes[number + 1 :]]
+                return Block(start, size)
+        return None
+
+    def give(self, block: Block) -> None:
+        """Take a block back."""
+        start, stop = block.offset, block.offset + block.nbytes
+        if start == stop:
+            return
+        holes = self._holes
+        first = last = bisect.bisect(holes, (start, stop))
+        if first and holes[first - 1][1] == start:
+            first -= 1
+            start = holes[first][0]
+        if last < len(holes) and holes[last][0] == stop:
+            stop = holes[last][1]
+            last += 1
+        self._holes = [*holes[:first], (start, stop), *holes[last:]]
+
+    def close_file(self) -> None:
+        """Close the descriptor; the memory stays as long as this object does."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+    def address(self, offset: int) -> int:
+        """Where in this process's memory a byte is."""
+        return self._address + offset
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Some bytes, not copied."""
+        return self._view[offset : offset + nbytes]

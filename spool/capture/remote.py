@@ -1,0 +1,262 @@
+"""The training process's end of the writer process.
+
+One thread sends tasks and takes in what became of them, every few milliseconds; whoever
+captures only appends to a list. If the writer process dies, threads here do what it left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from spool.capture.arena import Arena
+from spool.capture.wire import END, Frames, frame, plain_counts, task_message
+from spool.capture.writers import Done, Pull, Shard, Task, Writers
+from spool.store import StepCounts, Store
+
+logger = logging.getLogger("spool")
+
+_PACKAGES = str(Path(__file__).parents[2])
+_READ = 1 << 16
+_GATHER_SECONDS = 0.005
+_IDLE_SECONDS = 0.25
+_END_SECONDS = 5.0
+
+
+class RemoteWriters:
+    """`Writers` in a process of their own.
+
+    Parameters
+    ----------
+    store : Store
+    rank : int
+    kept : mapping of int to StepCounts
+        Steps of an earlier capture that stay.
+    arena : Arena
+    count : int
+        Writer threads there.
+    max_wait : float
+        Seconds for which a full disk is waited for.
+    patience : float
+        Seconds without progress after which the process gives up, once it is alone.
+    pull, done, lock
+        As in `Writers`.
+
+    Raises
+    ------
+    OSError
+        If no process can be started.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        kept: Mapping[int, StepCounts],
+        arena: Arena,
+        *,
+        count: int,
+        max_wait: float,
+        patience: float,
+        pull: Pull,
+        done: Callable[[Done], None],
+        lock: threading.RLock,
+    ) -> None:
+        self._store, self._rank = store, rank
+        self._arena = arena
+        self._count, self._max_wait = count, max_wait
+        self._pull = pull
+        self._done = done
+        self._lock = lock
+        self._open: dict[int, Task] = {}
+        # Not a `threading.Event`: an exception of a signal handler could leave one locked.
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_idle = False
+        self._stopping = False
+        self._disk_full = False
+        self._local: Writers | None = None
+        self._process = _start(arena.file)
+        setup = {
+            "root": str(store.root),
+            "rank": rank,
+            "kept": [(number, plain_counts(counts)) for number, counts in kept.items()],
+            "writers": count,
+            "max_wait": max_wait,
+            "patience": patience,
+            "file": arena.file,
+            "size": arena.size,
+        }
+        self._backlog = bytearray(frame(setup))
+        self._thread = threading.Thread(target=self._run, name="spool-courier", daemon=True)
+        self._thread.start()
+
+    @property
+    def process(self) -> int:
+        """Number of the writer process; 0 if threads have taken over."""
+        return 0 if self._local is not None else self._process.pid
+
+    @property
+    def disk_full(self) -> bool:
+        """Whether a writer waits for a full disk."""
+        return self._disk_full if self._local is None else self._local.disk_full
+
+    def wake(self) -> None:
+        """There is something to pull."""
+        if self._local is not None:
+            self._local.wake()
+        elif self._is_idle and not self._stopping:
+            self._is_idle = False
+            os.eventfd_write(self._wake, 1)
+
+    def stop(self) -> None:
+        """End the process; what is not done yet is not done any more."""
+        self._stopping = True
+        if self._local is not None:
+            self._local.stop()
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+        self._thread.join(_END_SECONDS + 1)
+        os.close(self._wake)
+
+    def forget(self) -> None:
+        """Let go of the pipes; in a forked child, whose other ends are not its own."""
+        for file in (self._process.stdin, self._process.stdout):
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
+        if self._process.returncode is None:
+            self._process.returncode = 0  # gone, or not a child of this process
+
+    def _run(self) -> None:
+        frames = Frames()
+        try:
+            while not self._stopping:
+                self._send()
+                for is_full, dones in self._receive(frames):
+                    self._disk_full = is_full
+                    for number, stored, error in dones:
+                        if self._open.pop(number, None) is not None:
+                            self._done(Done(number, stored, error))
+            self._end()
+        except Exception as error:  # of the process or of ours: the tasks are done all the same
+            if not self._stopping:
+                self._take_over(error)
+        finally:
+            self.forget()
+
+    def _send(self) -> None:
+        with self._lock:
+            tasks = self._pull()
+        self._open.update(tasks)
+        for number, task in tasks:
+            self._backlog += frame(task_message(number, task))
+        if self._backlog:
+            with contextlib.suppress(BlockingIOError):
+                del self._backlog[: os.write(self._stdin, self._backlog)]
+
+    def _receive(self, frames: Frames) -> list[Any]:
+        """Wait a little and return what has come."""
+        if self._open or self._backlog:
+            ready, _, _ = select.select([self._stdout], [], [], _GATHER_SECONDS)
+        else:
+            ready = self._sleep([self._stdout])
+        if self._stdout not in ready:
+            return []
+        data = os.read(self._stdout, _READ)
+        if not data:
+            raise EOFError
+        return frames.feed(data)
+
+    def _sleep(self, files: list[int]) -> list[int]:
+        """Wait until there is something to do, or one of `files` can be read."""
+        if not self._is_idle:  # once more round, to see what came before it was
+            self._is_idle = True
+            return []
+        ready, _, _ = select.select([*files, self._wake], [], [], _IDLE_SECONDS)
+        self._is_idle = False
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        return ready
+
+    @property
+    def _stdin(self) -> int:
+        assert self._process.stdin is not None
+        return self._process.stdin.fileno()
+
+    @property
+    def _stdout(self) -> int:
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def _end(self) -> None:
+        if self._open:
+            self._process.kill()  # what is given up must not appear later
+        else:
+            os.set_blocking(self._stdin, True)
+            os.write(self._stdin, bytes(self._backlog) + frame(END))
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _take_over(self, error: Exception) -> None:
+        """Do here what the process has left."""
+        self._process.kill()
+        code = self._process.wait()
+        what = f"is given up ({type(error).__name__}: {error})"
+        if isinstance(error, (EOFError, BrokenPipeError)):
+            what = f"ended (exit code {code})"
+        logger.warning(
+            "the writer process %s: threads of the training process write from here on", what
+        )
+        self._store.remove_partials(self._rank)
+        self._local = Writers(
+            self._store,
+            self._arena.view(0, self._arena.size),
+            count=self._count,
+            patience=self._max_wait,
+            pull=self._pull_all,
+            done=self._done,
+            lock=self._lock,
+        )
+
+    def _pull_all(self) -> list[tuple[int, Task]]:
+        """What the process left, then what comes."""
+        left, self._open = self._open, {}
+        again = [
+            (number, replace(task, is_again=True) if isinstance(task, Shard) else task)
+            for number, task in left.items()
+        ]
+        return again + self._pull()
+
+
+def _start(file: int) -> subprocess.Popen[bytes]:
+    paths = [_PACKAGES, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spool.capture.writer_process", str(os.getpid())],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(file,),
+        env=environment,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    os.set_blocking(process.stdin.fileno(), False)
+    return process

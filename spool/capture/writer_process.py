@@ -1,0 +1,201 @@
+"""The writer process: publishes what a training process leaves in the arena.
+
+It imports no torch, does the encoding and the waiting for disks away from the training
+process, and outlives it: what a killed one had handed over is published, and its rank is
+closed with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import mmap
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from spool.capture.wire import END, Frames, counts_of, done_message, frame, task_of
+from spool.capture.writers import Closing, Done, Shard, Task, Writers
+from spool.close import KILLED
+from spool.store import RankCounts, StepCounts, Store
+
+_READ = 1 << 20
+_GATHER_SECONDS = 0.005
+_BEAT_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
+
+
+class _Reports:
+    """Tells the training process what became of tasks, some at a time."""
+
+    def __init__(self, file: int, disk_full: Callable[[], bool]) -> None:
+        self._file = file
+        self._disk_full = disk_full
+        self._said_full = False
+        self._dones: list[Done] = []
+        self._wake = threading.Event()
+        threading.Thread(target=self._run, name="spool-reports", daemon=True).start()
+
+    def add(self, done: Done) -> None:
+        self._dones.append(done)
+        self._wake.set()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # nobody reads them any more
+            while True:
+                self._wake.wait(_LOOK_SECONDS)
+                self._wake.clear()
+                time.sleep(_GATHER_SECONDS)
+                dones, self._dones = self._dones, []
+                is_full = self._disk_full()
+                if dones or is_full != self._said_full:
+                    self._said_full = is_full
+                    self._write(frame((is_full, [done_message(done) for done in dones])))
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._file, view) :]
+
+
+class _Work:
+    """The tasks of one training process and what became of them.
+
+    Parameters
+    ----------
+    setup : dict
+        The first message.
+    reports : int
+        Descriptor that they are told to.
+    """
+
+    def __init__(self, setup: dict[str, Any], reports: int) -> None:
+        self._store = Store.open(setup["root"])
+        self._rank = setup["rank"]
+        self._kept: dict[int, Any] = {n: counts_of(counts) for n, counts in setup["kept"]}
+        self._patience = setup["patience"]
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._new: list[tuple[int, Task]] = []
+        self._tasks: dict[int, Task] = {}
+        self._open: dict[int, StepCounts] = {}
+        memory = mmap.mmap(setup["file"], setup["size"], access=mmap.ACCESS_READ)
+        self._writers = Writers(
+            self._store,
+            memoryview(memory),
+            count=setup["writers"],
+            patience=setup["max_wait"],
+            pull=self._pull,
+            done=self._done,
+            lock=self._lock,
+        )
+        self._reports = _Reports(reports, lambda: self._writers.disk_full)
+
+    def put(self, number: int, task: Task) -> None:
+        with self._lock:
+            self._tasks[number] = task
+            self._new.append((number, task))
+        self._writers.wake()
+
+    def _pull(self) -> list[tuple[int, Task]]:
+        new, self._new = self._new, []
+        return new
+
+    def _done(self, done: Done) -> None:
+        with self._changed:
+            self._count(self._tasks.pop(done.number), done)
+            self._changed.notify_all()
+        self._reports.add(done)
+
+    def _count(self, task: Task, done: Done) -> None:
+        if isinstance(task, Shard):
+            step = task.identity[3]
+            known = self._open.get(step, StepCounts(0, 0))
+            if done.error:
+                known = dataclasses.replace(known, dropped=known.dropped + 1)
+            else:
+                known = dataclasses.replace(
+                    known, shards=known.shards + 1, bytes=known.bytes + done.stored
+                )
+            self._open[step] = known
+        elif isinstance(task, Closing) and task.counts is not None and not done.error:
+            self._kept[task.step] = task.counts
+            self._open.pop(task.step, None)
+
+    def close_orphaned(self) -> None:
+        """Finish what was handed over and close the rank, in place of the one that is gone."""
+        since = next_beat = time.monotonic()
+        with self._changed:
+            left = len(self._tasks)
+            while self._tasks and time.monotonic() - since < self._patience:
+                if time.monotonic() >= next_beat:
+                    next_beat = time.monotonic() + _BEAT_SECONDS
+                    self._beat()
+                self._changed.wait(_LOOK_SECONDS)
+                if len(self._tasks) != left:
+                    left, since = len(self._tasks), time.monotonic()
+            steps = {**self._kept, **self._open}
+        self._store.close_rank(self._rank, RankCounts(steps, KILLED))
+
+    def _beat(self) -> None:
+        """Tell who resumes that somebody still writes."""
+        beat = self._store.read_heartbeat(self._rank)
+        if beat is not None:
+            beat = dataclasses.replace(beat, time=time.time(), writer=os.getpid())
+            self._store.heartbeat(self._rank, beat)
+
+
+def main() -> None:
+    """Serve one training process, over standard input and output, until it ends.
+
+    Its process number is the only argument.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    parent = int(sys.argv[1])
+    reports = os.dup(1)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    frames = Frames()
+    work: _Work | None = None
+    for data in _incoming(0, parent):
+        for message in frames.feed(data):
+            if message == END:
+                return
+            if work is None:
+                work = _Work(message, reports)
+            else:
+                work.put(*task_of(message))
+    if work is not None:
+        work.close_orphaned()
+
+
+def _incoming(file: int, parent: int) -> Any:
+    """Bytes as they come, until nobody is left who could send any."""
+    os.set_blocking(file, False)
+    while True:
+        # A forked child of the parent may hold its end of the pipe open.
+        is_orphaned = os.getppid() != parent
+        if not is_orphaned:
+            select.select([file], [], [], _LOOK_SECONDS)
+        try:
+            data = os.read(file, _READ)
+        except BlockingIOError:
+            if is_orphaned:
+                return
+            continue
+        if not data:
+            return
+        yield data
+
+
+if __name__ == "__main__":
+    main()
+    # Threads may hang on a dead mount: nothing waits for them.
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,240 @@
+"""The writer process: it outlives the trainer, and the trainer outlives it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_process_end import agree, closed, run, start, wait_closed, whole
+
+from spool.capture.wire import Frames, frame, task_message, task_of
+from spool.capture.writers import Closing, Shard
+from spool.cli import main
+from spool.store import StepCounts, Store
+
+
+def sin(elements=1):
+    torch.sin(torch.ones(elements))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "spool"
+
+
+@pytest.fixture
+def patched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Gives Python processes that are started from here a line of code to begin with."""
+
+    def patch(code: str) -> None:
+        directory = tmp_path / "patch"
+        directory.mkdir()
+        (directory / "sitecustomize.py").write_text(textwrap.dedent(code))
+        monkeypatch.setenv("PYTHONPATH", str(directory))
+
+    return patch
+
+
+def test_a_killed_writer_process_loses_nothing(spooled, said):
+    session = spooled.enable()
+    for _ in range(100):
+        sin(1000)
+    os.kill(session._live._sink.backend.process, signal.SIGKILL)
+    for _ in range(100):
+        sin(1000)
+    session.step()
+    sin()
+    session.disable()
+    assert spooled.names(0) == [f"Torch.sin.{n}" for n in range(200)]
+    assert spooled.names(1) == ["Torch.sin.0"]
+    counts = spooled.store().step_closed(0, 0)
+    assert (counts.shards, counts.dropped, counts.skipped) == (200, 0, {})
+    assert [call.args[0].shape for call in spooled.calls()] == [(1000,)] * 200
+    assert not list(spooled.root.rglob("*.partial"))
+    assert said().count("the writer process ended (exit code -9)") == 1
+
+
+def test_where_no_process_can_be_started_threads_write(spooled, said, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with spooled.enable():
+        sin()
+    assert spooled.names() == ["Torch.sin.0"]
+    assert "no writer process can be started, threads write: " in said()
+
+
+def test_a_writer_process_that_does_not_come_up(spooled, said, patched):
+    patched("raise SystemExit(7)")
+    with spooled.enable():
+        sin()
+    assert spooled.names() == ["Torch.sin.0"]
+    assert "the writer process ended (exit code 1)" in said()
+
+
+def test_a_full_disk_is_waited_for(spooled, said, patched):
+    patched(
+        """
+        import os
+        writev, left = os.writev, [3]
+        def full(*arguments):
+            left[0] -= 1
+            if left[0] >= 0:
+                raise OSError(28, "No space left on device")
+            return writev(*arguments)
+        os.writev = full
+        """
+    )
+    with spooled.enable():
+        sin()
+        sin()
+    assert spooled.names() == ["Torch.sin.0", "Torch.sin.1"]
+    assert spooled.store().step_closed(0, 0).dropped == 0
+
+
+def test_failing_writes_are_counted_and_logged_once(spooled, said, patched):
+    patched(
+        """
+        import os
+        def broken(*arguments):
+            raise OSError(5, "Input/output error")
+        os.writev = broken
+        """
+    )
+    with spooled.enable():
+        sin()
+        sin()
+    counts = spooled.store().step_closed(0, 0)
+    assert (counts.shards, counts.dropped, counts.skipped) == (0, 2, {"write failed": 2})
+    assert said().count("could not be written") == 1
+    assert re.search(r"Torch.sin.[01] could not be written and is dropped", said())
+    assert "Input/output error" in said()
+
+
+def test_what_a_killed_trainer_had_handed_over_is_published(root):
+    body = """
+    work(30); spool.step()
+    work(40)
+    while session._live._sink._inbox or session._live._sink.backend._backlog:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    code, _ = run(root, body)
+    assert code == -signal.SIGKILL
+    marker = wait_closed(root)
+    assert marker["reason"] == "killed"
+    assert {step: counts["shards"] for step, counts in marker["steps"].items()} == {
+        "0": 30,
+        "1": 40,
+    }
+    agree(root)
+    # A step that was cut short is not marked as complete.
+    assert Store.open(root).step_closed(0, 0).shards == 30
+    assert Store.open(root).step_closed(0, 1) is None
+
+
+def test_forked_children_do_not_keep_the_end_from_being_seen(root):
+    body = """
+    work(10)
+    if os.fork() == 0:
+        os.close(1), os.close(2)
+        time.sleep(20)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    run(root, body)
+    assert wait_closed(root, 10)["reason"] == "killed"
+    agree(root)
+
+
+def test_signals_to_the_group_of_the_trainer_do_not_reach_the_writer(root):
+    body = """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    writer = session._live._sink.backend.process
+    work(50)
+    os.kill(writer, signal.SIGTERM)
+    os.kill(writer, signal.SIGINT)
+    assert os.getpgid(writer) != os.getpgid(0)
+    work(50)
+    spool.disable()
+    """
+    code, err = run(root, body)
+    assert code == 0, err
+    assert whole(root) == 100
+    assert "writer process ended" not in err
+
+
+SLOW = """
+import os, time
+writev = os.writev
+def slow(*arguments):
+    time.sleep(0.05)
+    return writev(*arguments)
+os.writev = slow
+"""
+
+
+def test_who_resumes_waits_for_the_writer_of_a_killed_trainer(root, patched, capsys):
+    patched(SLOW)
+    body = """
+    time.sleep(1); session._live._beat(); work(60); print("up", flush=True); time.sleep(60)
+    """
+    process = start(root, body, "writers=1")
+    assert process.stdout.readline() == "up\n"
+    time.sleep(0.5)
+    process.kill()
+    process.wait(60)
+    assert closed(root) is None
+    # Nobody closes the rank by hand meanwhile, or captures into it.
+    assert main(["close", str(root)]) != 0
+    assert "is still written by process" in capsys.readouterr().err
+    code, err = run(root, "work(5); spool.step(); work(6)", "resume=True")
+    assert code == 0, err
+    assert "still writes what was captured" in err
+    assert (whole(root, 0), whole(root, 1)) == (5, 6)
+    assert closed(root)["reason"] == "exit"
+    agree(root)
+
+
+def test_no_process_descriptor_or_thread_is_left(spooled):
+    def state():
+        gc.collect()  # the mapping goes with the session
+        files = len(os.listdir("/proc/self/fd"))
+        return files, {thread.name for thread in threading.enumerate() if "spool" in thread.name}
+
+    def capture(number):
+        with spooled.enable(resume=number > 0):
+            sin()
+
+    capture(0)
+    before = state()
+    for number in range(1, 4):
+        capture(number)
+    end = time.monotonic() + 10
+    while state() != before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert state() == before
+    assert before[1] == set()
+
+
+def test_frames_come_in_any_pieces():
+    tasks = [
+        Shard(("Torch.sin", 0, 1, 2, 3, "forward"), b"{}", [("<f4", 64, 8), ("<i8", 0, 0)]),
+        Closing(1, 2, StepCounts(3, 4, 5, {"why": 6}, 0.5)),
+        Closing(1, 2, None),
+        Shard(("Torch.cos", 0, 1, 2, 4, "forward"), b"x" * 100_000, []),
+    ]
+    stream = b"".join(frame(task_message(n, task)) for n, task in enumerate(tasks))
+    for size in (7, 4096, len(stream)):
+        frames, got = Frames(), []
+        for begin in range(0, len(stream), size):
+            got += [task_of(message) for message in frames.feed(stream[begin : begin + size])]
+        assert got == list(enumerate(tasks))
