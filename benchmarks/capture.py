@@ -1,11 +1,12 @@
 """What capture costs a training step, on three small models.
 
-Per model: the step without Spool; with Spool enabled and no step selected; with calls
-captured and thrown away (``null``: everything but encoding and writing); the first
+Per model and kind of writer: the step without Spool; with Spool enabled and no step
+selected; with calls captured and thrown away (``null``: everything but writing); the first
 captured step with a sink that takes all of it (``burst``); and twenty captured steps with
 the drain counted (``sustained``). Times are of this machine; compare columns of one run.
 
     python benchmarks/capture.py [--steps 20] [--models transformer gpt resnet]
+                                 [--writers process threads] [--directory /dev/shm]
 """
 
 from __future__ import annotations
@@ -92,20 +93,21 @@ def median_step(training: Training, steps: int) -> float:
     return statistics.median(training.step() for _ in range(steps))
 
 
-def measure(name: str, steps: int) -> str:
+def measure(name: str, writer: str, steps: int, where: str | None) -> str:
     """One row of the table."""
     training = Training(name)
     median_step(training, 5)
     off = median_step(training, steps)
-    with tempfile.TemporaryDirectory(prefix="spool-bench-") as directory:
+    with tempfile.TemporaryDirectory(prefix="spool-bench-", dir=where) as directory:
         with spool.enable(spool_dir=f"{directory}/idle", step=[10**6]):
             idle = median_step(training, steps)
         submit = Sink.submit
         Sink.submit = lambda self, record, ledger: self.free(record.blocks)  # type: ignore[method-assign]
-        with spool.enable(spool_dir=f"{directory}/null"):
+        with spool.enable(spool_dir=f"{directory}/null", writer=writer):
             null = median_step(training, max(3, steps // 4))
         Sink.submit = submit  # type: ignore[method-assign]
-        session = spool.enable(spool_dir=f"{directory}/real")
+        session = spool.enable(spool_dir=f"{directory}/real", writer=writer)
+        time.sleep(1)  # a process is up as soon as somebody trains in earnest
         burst = training.step()
         session.step()
         begin = time.perf_counter()
@@ -118,8 +120,8 @@ def measure(name: str, steps: int) -> str:
     assert counts is not None
     assert counts.dropped == 0
     return (
-        f"{name:12}{off * 1e3:8.1f}{idle / off:8.2f}x{null / off:8.1f}x{burst / off:8.1f}x"
-        f"{sustained / off:10.1f}x{counts.shards:8}{counts.bytes / 1e6:8.1f}"
+        f"{name:12}{writer:8}{off * 1e3:8.1f}{idle / off:8.2f}x{null / off:8.1f}x"
+        f"{burst / off:8.1f}x{sustained / off:10.1f}x{counts.shards:8}{counts.bytes / 1e6:8.1f}"
         f"{counts.shards / sustained:10.0f}{(null - off) / counts.shards * 1e6:10.0f}"
     )
 
@@ -129,6 +131,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    kinds = ("process", "threads")
+    parser.add_argument("--writers", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--directory", help="where spools go, default that of temporary files")
     arguments = parser.parse_args()
     logging.getLogger("spool").setLevel(logging.ERROR)
     print(
@@ -136,11 +141,13 @@ def main() -> None:
         f"torch {torch.__version__}, {torch.get_num_threads()} threads"
     )
     print(
-        f"{'model':12}{'off ms':>8}{'idle':>9}{'null':>9}{'burst':>9}{'sustained':>11}"
+        f"{'model':12}{'writer':8}{'off ms':>8}{'idle':>9}{'null':>9}{'burst':>9}{'sustained':>11}"
         f"{'calls':>8}{'MB':>8}{'shards/s':>10}{'us/call':>10}"
     )
     for name in arguments.models:
-        print(measure(name, arguments.steps), flush=True)
+        for writer in arguments.writers:
+            row = measure(name, writer, arguments.steps, arguments.directory)
+            print(row, flush=True)
 
 
 if __name__ == "__main__":

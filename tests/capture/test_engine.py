@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import spool
+from spool.capture import operators
 
 
 def bases(calls: list[Any], direction: str = "backward") -> Counter[str]:
@@ -240,23 +241,26 @@ def test_an_exception_in_the_engine_propagates(spooled):
     assert bases(spooled.calls())["Aten.cos"] == 1
 
 
-def test_backward_false_leaves_the_engine_alone(spooled):
-    seen = []
-    x = leaf(4)
-    x.register_hook(lambda _: seen.append(len(_get_current_dispatch_mode_stack())))
-    calls = spooled.capture(lambda: x.sin().sum().backward(), backward=False)
-    assert bases(calls) == {}
-    assert seen == [0]
+def is_seen():
+    """Whether the key that shows operators is in this thread's state."""
+    return torch._C._dispatch_tls_is_dispatch_key_included(operators._key())
 
 
-def test_stopped_capture_enters_no_mode(spooled):
+@pytest.mark.parametrize(
+    ("setting", "expected"), [("on", True), ("stopped", False), ("backward=False", False)]
+)
+def test_the_engine_is_left_alone_where_nothing_of_it_is_captured(spooled, setting, expected):
     seen = []
     x = leaf(4)
-    x.register_hook(lambda _: seen.append(len(_get_current_dispatch_mode_stack())))
-    session = spooled.enable()
-    session.stop()
+    x.register_hook(lambda _: seen.append(is_seen()))
+    session = spooled.enable(backward=setting != "backward=False")
+    if setting == "stopped":
+        session.stop()
     x.sin().sum().backward()
-    assert seen == [0]
+    session.disable()
+    assert seen == [expected]
+    assert bool(bases(spooled.calls())) == expected
+    assert not is_seen()
 
 
 def test_an_engine_of_another_thread_is_not_captured(spooled):
