@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from spool.capture.castcache import CHANGED, CastCache
 from spool.capture.context import Places, Settings
 from spool.capture.exits import raised_by_handler
 from spool.capture.filters import Filters
@@ -73,6 +74,7 @@ class Recorder:
         self._names = Names()
         self._places = Places()
         self._settings = Settings()
+        self._casts = CastCache()
         self._lock = threading.RLock()
         self._failures = 0
         self.ledger = sink.ledger(0)
@@ -157,6 +159,8 @@ class Recorder:
                 if reason is None:
                     place = self._places.of_call(in_engine=in_engine)
                     reason = COMPILED if place is None else foreign(identity, found)
+                    if reason is None and not in_engine and self._casts.is_stale(identity, found):
+                        reason = CHANGED
                 if reason is not None or place is None:
                     self._sink.skip(self.ledger, reason or COMPILED)
                     return None
