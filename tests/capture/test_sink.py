@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from random import Random
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import spool
 from spool.capture.arena import Arena
-from spool.capture.sink import Record, Sink
+from spool.capture.sink import NoRoom, Record, Sink
 from spool.capture.watermark import Watermark
 from spool.capture.writers import Shard, Writers
 from spool.store import Store
@@ -278,6 +279,48 @@ def test_dead_writer_does_not_keep_the_program(tmp_path, monkeypatch):
     sink.stop()
     assert (ledger.pending, ledger.dropped) == (0, 2)
     gate.set()
+
+
+def test_a_spool_that_fills_again_and_again_holds_a_step_up_once(tmp_path):
+    usage = [0]
+    arena, mark = Arena(1000), Watermark(100_000, False, lambda: usage[0])
+    store = Store.create(tmp_path / "spool", {})
+    sink = Sink(
+        0,
+        arena,
+        queue_bytes=1000,
+        max_wait=0.4,
+        watermark=mark,
+        start=lambda pull, done, lock: Writers(
+            store,
+            arena.view(0, arena.size),
+            count=1,
+            patience=0,
+            pull=pull,
+            done=done,
+            lock=lock,
+        ),
+    )
+
+    def wait(ledger):
+        """Seconds until a call is dropped, with the spool full."""
+        usage[0] = 100_000
+        mark.refresh()
+        begin = time.monotonic()
+        with pytest.raises(NoRoom, match="spool full"):
+            sink.reserve(10, ledger)
+        waited = time.monotonic() - begin
+        usage[0] = 0
+        mark.refresh()
+        sink.free([sink.reserve(10, ledger)])
+        return waited
+
+    first, second = sink.ledger(0), sink.ledger(1)
+    assert 0.4 <= wait(first) < 2
+    assert sum(wait(first) for _ in range(5)) < 0.2
+    assert 0.4 <= first.blocked < 0.7
+    assert 0.4 <= wait(second) < 2
+    sink.stop()
 
 
 def test_blocks_of_the_arena_never_overlap():
