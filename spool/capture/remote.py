@@ -7,6 +7,7 @@ captures only appends to a list. If the writer process dies, threads here do wha
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -25,11 +26,53 @@ from spool.store import StepCounts, Store
 
 logger = logging.getLogger("spool")
 
-_PACKAGES = str(Path(__file__).parents[2])
+# Not by -m, which would look into the current directory first.
+_PROGRAM = f"""
+import sys
+sys.path[:] = [{str(Path(__file__).parents[2])!r}, *filter(None, sys.path)]
+from spool.capture.writer_process import main
+main()
+"""
 _READ = 1 << 16
 _GATHER_SECONDS = 0.005
 _IDLE_SECONDS = 0.25
 _END_SECONDS = 5.0
+
+
+class _Descriptor:
+    """A descriptor of ours, which is not used when it is another file's by now.
+
+    Programs that become daemons close all descriptors there are; the numbers come again.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._identity = _identity(file)
+
+    @property
+    def number(self) -> int:
+        """The descriptor.
+
+        Raises
+        ------
+        OSError
+            If the program has closed it.
+        """
+        with contextlib.suppress(OSError):
+            if _identity(self._file) == self._identity:
+                return self._file
+        raise OSError(errno.EBADF, "the program closed a descriptor of capture")
+
+    def close(self) -> None:
+        """Close it, if it is ours still and open."""
+        with contextlib.suppress(OSError):
+            os.close(self.number)
+        self._identity = (-1, -1, -1)
+
+
+def _identity(file: int) -> tuple[int, int, int]:
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino, status.st_mode
 
 
 class RemoteWriters:
@@ -79,12 +122,12 @@ class RemoteWriters:
         self._lock = lock
         self._open: dict[int, Task] = {}
         # Not a `threading.Event`: an exception of a signal handler could leave one locked.
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = _Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         self._is_idle = False
         self._stopping = False
         self._disk_full = False
         self._local: Writers | None = None
-        self._process = _start(arena.file)
+        self._process, self._tasks, self._reports = _start(arena.file)
         setup = {
             "root": str(store.root),
             "rank": rank,
@@ -115,7 +158,8 @@ class RemoteWriters:
             self._local.wake()
         elif self._is_idle and not self._stopping:
             self._is_idle = False
-            os.eventfd_write(self._wake, 1)
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._wake.number, 1)
 
     def stop(self) -> None:
         """End the process; what is not done yet is not done any more."""
@@ -123,16 +167,14 @@ class RemoteWriters:
         if self._local is not None:
             self._local.stop()
         with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake.number, 1)
         self._thread.join(_END_SECONDS + 1)
-        os.close(self._wake)
+        self._wake.close()
 
     def forget(self) -> None:
         """Let go of the pipes; in a forked child, whose other ends are not its own."""
-        for file in (self._process.stdin, self._process.stdout):
-            if file is not None:
-                with contextlib.suppress(OSError):
-                    file.close()
+        self._tasks.close()
+        self._reports.close()
         if self._process.returncode is None:
             self._process.returncode = 0  # gone, or not a child of this process
 
@@ -161,48 +203,40 @@ class RemoteWriters:
             self._backlog += frame(task_message(number, task))
         if self._backlog:
             with contextlib.suppress(BlockingIOError):
-                del self._backlog[: os.write(self._stdin, self._backlog)]
+                del self._backlog[: os.write(self._tasks.number, self._backlog)]
 
     def _receive(self, frames: Frames) -> list[Any]:
         """Wait a little and return what has come."""
+        reports = self._reports.number
         if self._open or self._backlog:
-            ready, _, _ = select.select([self._stdout], [], [], _GATHER_SECONDS)
+            ready = _readable([reports], _GATHER_SECONDS)
         else:
-            ready = self._sleep([self._stdout])
-        if self._stdout not in ready:
+            ready = self._sleep(reports)
+        if reports not in ready:
             return []
-        data = os.read(self._stdout, _READ)
+        data = os.read(reports, _READ)
         if not data:
             raise EOFError
         return frames.feed(data)
 
-    def _sleep(self, files: list[int]) -> list[int]:
-        """Wait until there is something to do, or one of `files` can be read."""
+    def _sleep(self, reports: int) -> list[int]:
+        """Wait until there is something to do or to read; what can be read."""
         if not self._is_idle:  # once more round, to see what came before it was
             self._is_idle = True
             return []
-        ready, _, _ = select.select([*files, self._wake], [], [], _IDLE_SECONDS)
+        wake = self._wake.number
+        ready = _readable([reports, wake], _IDLE_SECONDS)
         self._is_idle = False
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
+        if wake in ready:
+            os.eventfd_read(wake)
         return ready
-
-    @property
-    def _stdin(self) -> int:
-        assert self._process.stdin is not None
-        return self._process.stdin.fileno()
-
-    @property
-    def _stdout(self) -> int:
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
 
     def _end(self) -> None:
         if self._open:
             self._process.kill()  # what is given up must not appear later
         else:
-            os.set_blocking(self._stdin, True)
-            os.write(self._stdin, bytes(self._backlog) + frame(END))
+            os.set_blocking(self._tasks.number, True)
+            os.write(self._tasks.number, bytes(self._backlog) + frame(END))
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -218,7 +252,8 @@ class RemoteWriters:
         logger.warning(
             "the writer process %s: threads of the training process write from here on", what
         )
-        self._store.remove_partials(self._rank)
+        with contextlib.suppress(OSError):
+            self._store.remove_partials(self._rank)
         self._local = Writers(
             self._store,
             self._arena.view(0, self._arena.size),
@@ -239,24 +274,34 @@ class RemoteWriters:
         return again + self._pull()
 
 
-def _start(file: int) -> subprocess.Popen[bytes]:
-    paths = [_PACKAGES, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OPENBLAS_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "spool.capture.writer_process", str(os.getpid())],
-        bufsize=0,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        pass_fds=(file,),
-        env=environment,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    os.set_blocking(process.stdin.fileno(), False)
-    return process
+def _readable(files: list[int], seconds: float) -> list[int]:
+    """Those of some descriptors that can be read, or have ended, once one can or time is up."""
+    poll = select.poll()  # select() takes no descriptor from 1024 on
+    for file in files:
+        poll.register(file, select.POLLIN)
+    return [file for file, _ in poll.poll(1000 * seconds)]
+
+
+def _start(memory: int) -> tuple[subprocess.Popen[bytes], _Descriptor, _Descriptor]:
+    """Start the process; the pipes that take tasks and that give what became of them."""
+    tasks_there, tasks = os.pipe()
+    reports, reports_there = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(os.getpid())],
+            stdin=tasks_there,
+            stdout=reports_there,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(memory,),
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(tasks)
+        os.close(reports)
+        raise
+    finally:
+        os.close(tasks_there)
+        os.close(reports_there)
+    os.set_blocking(tasks, False)
+    return process, _Descriptor(tasks), _Descriptor(reports)

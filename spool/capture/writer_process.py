@@ -28,6 +28,7 @@ _READ = 1 << 20
 _GATHER_SECONDS = 0.005
 _BEAT_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
+_END_SECONDS = 2.0
 
 
 class _Reports:
@@ -155,9 +156,15 @@ def main() -> None:
 
     Its process number is the only argument.
     """
+    try:
+        _serve(int(sys.argv[1]))
+    finally:
+        os._exit(0)  # threads may hang on a dead mount: nothing waits for them
+
+
+def _serve(parent: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    parent = int(sys.argv[1])
     reports = os.dup(1)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)
@@ -171,18 +178,31 @@ def main() -> None:
                 work = _Work(message, reports)
             else:
                 work.put(*task_of(message))
-    if work is not None:
+    if work is not None and _is_gone(parent):
         work.close_orphaned()
+
+
+def _is_gone(parent: int) -> bool:
+    """Whether the training process has ended, rather than lost its end of the pipe.
+
+    One that goes on writes by itself. A process that ends closes its files first.
+    """
+    end = time.monotonic() + _END_SECONDS
+    while os.getppid() == parent and time.monotonic() < end:
+        time.sleep(0.01)
+    return os.getppid() != parent
 
 
 def _incoming(file: int, parent: int) -> Any:
     """Bytes as they come, until nobody is left who could send any."""
     os.set_blocking(file, False)
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
     while True:
         # A forked child of the parent may hold its end of the pipe open.
         is_orphaned = os.getppid() != parent
         if not is_orphaned:
-            select.select([file], [], [], _LOOK_SECONDS)
+            poll.poll(1000 * _LOOK_SECONDS)
         try:
             data = os.read(file, _READ)
         except BlockingIOError:
@@ -192,10 +212,3 @@ def _incoming(file: int, parent: int) -> Any:
         if not data:
             return
         yield data
-
-
-if __name__ == "__main__":
-    main()
-    # Threads may hang on a dead mount: nothing waits for them.
-    sys.stdout.flush()
-    os._exit(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import resource
 import signal
 import sys
 import textwrap
@@ -223,6 +224,57 @@ def test_no_process_descriptor_or_thread_is_left(spooled):
         time.sleep(0.05)
     assert state() == before
     assert before[1] == set()
+
+
+def test_a_program_that_closes_all_descriptors(root, tmp_path):
+    body = """
+    work(20)
+    time.sleep(0.5)
+    os.closerange(3, 256)
+    files = [open({path!r} + str(n), "wb") for n in range(64)]
+    work(20)
+    spool.step()
+    work(20)
+    spool.disable()
+    for file in files:
+        assert os.fstat(file.fileno()).st_size == 0
+        file.write(b"mine")
+        file.close()
+    """
+    code, err = run(root, body.replace("{path!r}", repr(str(tmp_path / "mine"))))
+    assert code == 0, err
+    assert (whole(root, 0), whole(root, 1)) == (40, 20)
+    agree(root)
+    assert err.count("the writer process is given up (OSError: [Errno 9]") == 1
+    for path in tmp_path.glob("mine*"):
+        assert path.read_bytes() == b"mine"
+
+
+def test_more_descriptors_than_select_takes(root):
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
+    body = """
+    spool.disable()
+    files = [open("/dev/null") for _ in range(1100)]
+    with spool.enable(spool_dir={root!r}, resume=True):
+        work(20)
+        assert session._live is not None
+    """
+    code, err = run(root, body.replace("{root!r}", repr(str(root))))
+    assert code == 0, err
+    assert whole(root) == 20
+    assert "writer process" not in err
+
+
+def test_modules_of_the_current_directory_are_not_the_writers(spooled, said, tmp_path, monkeypatch):
+    for name in ("numpy", "spool", "queue"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    with spooled.enable():
+        sin()
+    assert spooled.names() == ["Torch.sin.0"]
+    assert "writer process" not in said()
 
 
 def test_frames_come_in_any_pieces():
