@@ -89,6 +89,10 @@ class Arena:
             os.close(self.file)
             self.file = -1
 
+    def retire(self) -> None:
+        """Give nothing out any more: in a forked child, which shares the memory."""
+        self._holes = []
+
     def address(self, offset: int) -> int:
         """Where in this process's memory a byte is."""
         return self._address + offset

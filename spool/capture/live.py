@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -22,7 +23,7 @@ from spool.capture.interceptor import Interceptor, open_modes
 from spool.capture.keeper import HEARTBEAT_SECONDS, Keeper
 from spool.capture.ledger import amount
 from spool.capture.recorder import HOOK_FAILED, Recorder
-from spool.capture.remote import RemoteWriters
+from spool.capture.remote import WRITER, RemoteWriters
 from spool.capture.sink import Backend, Sink
 from spool.capture.snapshot import PinnedPool
 from spool.capture.taking import Taker
@@ -55,12 +56,12 @@ class Live:
         self._config = config
         self._rank = rank
         self._on_end = on_end
+        self._patience = max(config.max_wait, _LEAST_PATIENCE)
         self._store = Store.create(config.spool_dir, _versions())
-        self._kept = _claim(self._store, rank, config.resume)
+        self._kept = _claim(self._store, rank, config.resume, self._patience)
         watermark = Watermark(
             config.max_spool_bytes, config.on_full == "drop", lambda: self._store.usage()
         )
-        self._patience = max(config.max_wait, _LEAST_PATIENCE)
         arena = Arena(config.queue_bytes)
         self._sink = Sink(
             rank,
@@ -334,20 +335,20 @@ class Live:
 
     def orphan(self) -> None:
         """In a forked child: no thread of ours lives here, so touch nothing but the hook."""
-        self.recorder.active = False
+        self.recorder.orphan()
+        self._sink.orphan()
         self.ended = True
         self._closed.set()
-        self._sink.backend.forget()
         if self.mode.present():
             self.mode.remove()
         self._exits.uninstall()
 
 
-def _claim(store: Store, rank: int, resume: bool) -> dict[int, StepCounts]:
+def _claim(store: Store, rank: int, resume: bool, patience: float) -> dict[int, StepCounts]:
     """Make sure that no capture of this rank is in the way; counts of steps that stay."""
     beat = store.read_heartbeat(rank)
     if resume and beat is not None:
-        beat = _wait_for_writer(store, rank, beat)
+        beat = _wait_for_writer(store, rank, beat, patience)
     if not resume:
         if beat is not None or store.steps(rank) or store.rank_closed(rank) is not None:
             raise StoreError(
@@ -368,11 +369,16 @@ def _claim(store: Store, rank: int, resume: bool) -> dict[int, StepCounts]:
     return {number: counts for number, counts in kept.items() if counts is not None}
 
 
-def _wait_for_writer(store: Store, rank: int, beat: Heartbeat) -> Heartbeat | None:
+def _wait_for_writer(store: Store, rank: int, beat: Heartbeat, patience: float) -> Heartbeat | None:
     """Wait for the writer process of a trainer that was killed, which still publishes."""
-    while is_running(beat.host, beat.writer) and not is_running(beat.host, beat.pid):
-        if time.time() - beat.time > 3 * HEARTBEAT_SECONDS:
-            break  # the number may be another process's by now
+    begin = time.monotonic()
+    # This process may be the trainer itself, by exec.
+    while _is_writer(beat) and (beat.pid == os.getpid() or not is_running(beat.host, beat.pid)):
+        if time.monotonic() - begin > patience:
+            raise StoreError(
+                f"{store.root}: rank {rank} is still written by process {beat.writer}, whose "
+                "trainer is gone: end that one first"
+            )
         logger.info("rank %d: process %d still writes what was captured", rank, beat.writer)
         time.sleep(1.0)
         again = store.read_heartbeat(rank)
@@ -380,6 +386,15 @@ def _wait_for_writer(store: Store, rank: int, beat: Heartbeat) -> Heartbeat | No
             return again
         beat = again
     return beat
+
+
+def _is_writer(beat: Heartbeat) -> bool:
+    """Whether the writer process of a heartbeat runs, and its number is not another's by now."""
+    try:
+        command = Path(f"/proc/{beat.writer}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return is_running(beat.host, beat.writer) and WRITER.encode() in command
 
 
 def _alive(beat: Heartbeat) -> bool:

@@ -87,6 +87,11 @@ class Recorder:
             self._counters = Counters()
             self._filters.new_step()
 
+    def orphan(self) -> None:
+        """In a forked child: threads that are not here may have held the lock."""
+        self.active = False
+        self._lock = threading.RLock()
+
     def unmet(self) -> list[str]:
         """What the user asked for and no call was: a line each."""
         return self._filters.unmet()

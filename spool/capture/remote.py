@@ -26,11 +26,14 @@ from spool.store import StepCounts, Store
 
 logger = logging.getLogger("spool")
 
+WRITER = "spool.capture.writer_process"
+"""Part of the command line of a writer process."""
+
 # Not by -m, which would look into the current directory first.
 _PROGRAM = f"""
 import sys
 sys.path[:] = [{str(Path(__file__).parents[2])!r}, *filter(None, sys.path)]
-from spool.capture.writer_process import main
+from {WRITER} import main
 main()
 """
 _READ = 1 << 16
@@ -288,11 +291,19 @@ def _start(memory: int) -> tuple[subprocess.Popen[bytes], _Descriptor, _Descript
     reports, reports_there = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(os.getpid())],
-            stdin=tasks_there,
-            stdout=reports_there,
+            [
+                sys.executable,
+                "-c",
+                _PROGRAM,
+                str(os.getpid()),
+                str(tasks_there),
+                str(reports_there),
+            ],
+            # Whatever else runs at the start of a Python there may print.
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=(memory,),
+            pass_fds=(memory, tasks_there, reports_there),
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )

@@ -282,6 +282,15 @@ class Sink:
                 self._state.wait(min(left, 1.0))
             return True
 
+    def orphan(self) -> None:
+        """In a forked child, which may be in the middle of a call: write to nothing shared."""
+        # Threads that are not here may have held the lock.
+        self._lock = threading.RLock()
+        self._state = threading.Condition(self._lock)
+        self._stopping = True
+        self._arena.retire()
+        self.backend.forget()
+
     def stop(self) -> None:
         """End the writers; what is still pending is counted as dropped."""
         with self._lock:

@@ -152,25 +152,23 @@ class _Work:
 
 
 def main() -> None:
-    """Serve one training process, over standard input and output, until it ends.
+    """Serve one training process until it ends.
 
-    Its process number is the only argument.
+    Arguments: its process number, and the descriptors that tasks come by and that what
+    became of them goes out by.
     """
     try:
-        _serve(int(sys.argv[1]))
+        _serve(*map(int, sys.argv[1:4]))
     finally:
         os._exit(0)  # threads may hang on a dead mount: nothing waits for them
 
 
-def _serve(parent: int) -> None:
+def _serve(parent: int, tasks: int, reports: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    reports = os.dup(1)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
     frames = Frames()
     work: _Work | None = None
-    for data in _incoming(0, parent):
+    for data in _incoming(tasks, parent):
         for message in frames.feed(data):
             if message == END:
                 return

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_process_end import agree, closed, run, start, wait_closed, whole
+from torch.overrides import TorchFunctionMode
 
 from spool.capture.wire import Frames, frame, task_message, task_of
 from spool.capture.writers import Closing, Shard
@@ -275,6 +276,68 @@ def test_modules_of_the_current_directory_are_not_the_writers(spooled, said, tmp
         sin()
     assert spooled.names() == ["Torch.sin.0"]
     assert "writer process" not in said()
+
+
+def test_a_fork_within_a_call_writes_nothing_into_the_memory_of_both(spooled):
+    """The child finishes the call that forked it, in memory that its parent uses."""
+    children = []
+
+    class Forks(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.sin:
+                children.append(os.fork())
+                if children[-1] == 0:
+                    time.sleep(0.5)
+                    return torch.full((1000,), -7.0)
+            return func(*args, **(kwargs or {}))
+
+    with Forks():
+        session = spooled.enable(backward=False)
+        torch.sin(torch.zeros(1000))
+        if children[-1] == 0:
+            os._exit(0)
+        writer = session._live._sink.backend.process
+        os.kill(writer, signal.SIGSTOP)
+        for number in range(100):
+            torch.full((1000,), float(number)) + 0.5
+        os.waitpid(children[-1], 0)
+        os.kill(writer, signal.SIGCONT)
+        session.disable()
+    calls = spooled.calls()
+    assert len(calls) == 101
+    for call in calls:
+        for region in call.regions:
+            assert len(set(region.tolist())) == 1
+            assert region[0] >= 0
+
+
+def test_what_prints_at_the_start_of_python_does_not_disturb_the_writer(spooled, said, patched):
+    patched("print('welcome to this machine', flush=True)")
+    with spooled.enable():
+        sin()
+    assert spooled.names() == ["Torch.sin.0"]
+    assert "writer process" not in said()
+
+
+def test_a_trainer_that_becomes_another_program_waits_for_its_old_writer(root, patched):
+    patched(SLOW)
+    body = """
+    time.sleep(1)
+    session._live._beat()
+    work(60)
+    os.execv(sys.executable, [sys.executable, "-c", {again!r}])
+    """
+    again = f"""
+import torch, spool
+with spool.enable(spool_dir={str(root)!r}, resume=True):
+    torch.cos(torch.ones(3))
+"""
+    code, err = run(root, body.replace("{again!r}", repr(again)), "writers=1")
+    assert code == 0, err
+    time.sleep(1)
+    assert [entry.name for entry in Store.open(root).shards(0, 0)] == ["Torch.cos.0"]
+    assert closed(root)["reason"] == "disabled"
+    agree(root)
 
 
 def test_frames_come_in_any_pieces():
