@@ -47,12 +47,11 @@ def patched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_killed_writer_process_loses_nothing(spooled, said):
-    session = spooled.enable()
-    for _ in range(100):
-        sin(1000)
-    os.kill(session._live._sink.backend.process, signal.SIGKILL)
-    for _ in range(100):
-        sin(1000)
+    session = spooled.enable(queue_bytes=400_000)  # memory is used again and again
+    for number in range(200):
+        if number == 100:
+            os.kill(session._live._sink.backend.process, signal.SIGKILL)
+        torch.sin(torch.full((1000,), float(number)))
     session.step()
     sin()
     session.disable()
@@ -60,7 +59,9 @@ def test_a_killed_writer_process_loses_nothing(spooled, said):
     assert spooled.names(1) == ["Torch.sin.0"]
     counts = spooled.store().step_closed(0, 0)
     assert (counts.shards, counts.dropped, counts.skipped) == (200, 0, {})
-    assert [call.args[0].shape for call in spooled.calls()] == [(1000,)] * 200
+    for number, call in enumerate(spooled.calls()):
+        assert set(call.regions[0].tolist()) == {float(number)}
+        assert set(call.regions[1].tolist()) == set(torch.full((1,), float(number)).sin().tolist())
     assert not list(spooled.root.rglob("*.partial"))
     assert said().count("the writer process ended (exit code -9)") == 1
 
