@@ -346,7 +346,7 @@ class Store:
                 gone = is_abandoned(name)
                 if gone or (gone is None and foreign):
                     with contextlib.suppress(FileNotFoundError):
-                        os.unlink(directory / name)
+                        _delete(directory / name)
                         count += 1
         return count
 
@@ -428,6 +428,14 @@ def parse_shard_name(name: str) -> tuple[int, str] | None:
     except ValueError:
         return None
     return int(match["order"]), match["name"]
+
+
+def _delete(path: Path) -> None:
+    """Delete a partial file, or a directory that was being removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
 
 
 def _checked(number: int, most: int, what: str) -> int:

@@ -12,9 +12,12 @@ import mmap
 import os
 from typing import NamedTuple
 
+from spool.errors import StoreError
+
 _ALIGNMENT = 64
-# Address space costs nothing, and with more of it than is ever held a hole is always found.
-_SLACK = 4
+# Address space costs nothing, and with more of it than is ever held a hole is always found;
+# where it is limited there is less.
+_SLACK = (4, 2, 1)
 
 
 class Block(NamedTuple):
@@ -38,22 +41,22 @@ class Arena:
     Attributes
     ----------
     file : int
-        Descriptor of the memory, for another process to map.
+        Descriptor of the memory, for another process to map; -1 if the system gives memory to
+        this one only.
     size : int
         Bytes of the mapping; memory is used where something was written.
 
     Raises
     ------
-    OSError
+    StoreError
         If the system gives none.
     """
 
     def __init__(self, limit: int) -> None:
         page = mmap.PAGESIZE
-        self.size = -(-_SLACK * (limit + page) // page) * page
-        self.file = os.memfd_create("spool", os.MFD_CLOEXEC)
-        os.ftruncate(self.file, self.size)
-        self._memory = mmap.mmap(self.file, self.size)
+        smallest = -(-(limit + page) // page) * page
+        self.file, self._memory = _memory([n * smallest for n in _SLACK])
+        self.size = len(self._memory)
         self._view = memoryview(self._memory)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._holes: list[tuple[int, int]] = [(0, self.size)]
@@ -100,3 +103,27 @@ class Arena:
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Some bytes, not copied."""
         return self._view[offset : offset + nbytes]
+
+
+def _memory(sizes: list[int]) -> tuple[int, mmap.mmap]:
+    """Memory of the first of some sizes that there is, and its descriptor."""
+    error: OSError | None = None
+    for is_shared in (True, False):
+        for size in sizes:
+            try:
+                return _shared(size) if is_shared else (-1, mmap.mmap(-1, size))
+            except OSError as caught:
+                error = caught
+            except AttributeError:  # a Python that was built where there was no memfd
+                break
+    raise StoreError(f"no memory of {sizes[-1]} bytes ({error}): set a lower queue_bytes")
+
+
+def _shared(size: int) -> tuple[int, mmap.mmap]:
+    file = os.memfd_create("spool", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(file, size)
+        return file, mmap.mmap(file, size)
+    except BaseException:
+        os.close(file)
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -57,12 +58,12 @@ class Live:
         self._rank = rank
         self._on_end = on_end
         self._patience = max(config.max_wait, _LEAST_PATIENCE)
+        arena = Arena(config.queue_bytes)
         self._store = Store.create(config.spool_dir, _versions())
         self._kept = _claim(self._store, rank, config.resume, self._patience)
         watermark = Watermark(
             config.max_spool_bytes, config.on_full == "drop", lambda: self._store.usage()
         )
-        arena = Arena(config.queue_bytes)
         self._sink = Sink(
             rank,
             arena,
@@ -96,6 +97,8 @@ class Live:
         config = self._config
         if config.writer == "process":
             try:
+                if arena.file < 0:
+                    raise OSError("the system gives no memory that two processes share")
                 return RemoteWriters(
                     self._store,
                     self._rank,
@@ -294,7 +297,8 @@ class Live:
             self._sink.stop()
             self._keeper.stop()
             counts = self._counts(reason)
-            self._beat()
+            with contextlib.suppress(OSError):
+                self._beat()
             self._store.close_rank(self._rank, counts)
             self._say_unmet()
             steps = counts.steps.values()

@@ -21,7 +21,7 @@ from typing import Any
 
 from spool.capture.arena import Arena
 from spool.capture.wire import END, Frames, frame, plain_counts, task_message
-from spool.capture.writers import Done, Pull, Shard, Task, Writers
+from spool.capture.writers import Done, Pull, Shard, Task, Writers, published
 from spool.store import StepCounts, Store
 
 logger = logging.getLogger("spool")
@@ -186,17 +186,20 @@ class RemoteWriters:
         try:
             while not self._stopping:
                 self._send()
-                for is_full, dones in self._receive(frames):
-                    self._disk_full = is_full
-                    for number, stored, error in dones:
-                        if self._open.pop(number, None) is not None:
-                            self._done(Done(number, stored, error))
-            self._end()
+                self._take_in(self._receive(frames))
+            self._end(frames)
         except Exception as error:  # of the process or of ours: the tasks are done all the same
             if not self._stopping:
                 self._take_over(error)
         finally:
             self.forget()
+
+    def _take_in(self, messages: list[Any]) -> None:
+        for is_full, dones in messages:
+            self._disk_full = is_full
+            for number, stored, error in dones:
+                if self._open.pop(number, None) is not None:
+                    self._done(Done(number, stored, error))
 
     def _send(self) -> None:
         with self._lock:
@@ -234,9 +237,9 @@ class RemoteWriters:
             os.eventfd_read(wake)
         return ready
 
-    def _end(self) -> None:
+    def _end(self, frames: Frames) -> None:
         if self._open:
-            self._process.kill()  # what is given up must not appear later
+            self._give_up(frames)
         else:
             os.set_blocking(self._tasks.number, True)
             os.write(self._tasks.number, bytes(self._backlog) + frame(END))
@@ -244,6 +247,17 @@ class RemoteWriters:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
+
+    def _give_up(self, frames: Frames) -> None:
+        """End a process that is stuck: what is not written now must not appear later."""
+        self._process.kill()
+        self._process.wait()
+        while data := os.read(self._reports.number, _READ):
+            self._take_in(frames.feed(data))
+        for number, task in list(self._open.items()):
+            if isinstance(task, Shard) and (stored := published(self._store, task)) is not None:
+                self._done(Done(number, stored))
+        self._store.remove_partials(self._rank)
 
     def _take_over(self, error: Exception) -> None:
         """Do here what the process has left."""

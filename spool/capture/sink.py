@@ -292,10 +292,12 @@ class Sink:
         self.backend.forget()
 
     def stop(self) -> None:
-        """End the writers; what is still pending is counted as dropped."""
+        """End the writers; what is still pending then is counted as dropped."""
         with self._lock:
             self._pull()
             self._stopping = True
+        self.backend.stop()
+        with self._lock:
             for record, ledger in self._pending.values():
                 if record is not None:
                     ledger.pending -= 1
@@ -303,7 +305,6 @@ class Sink:
                     ledger.skipped[WRITE_FAILED] += 1
             self._pending.clear()
             self._state.notify_all()
-        self.backend.stop()
 
     @property
     def blocked(self) -> bool:

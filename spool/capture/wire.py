@@ -14,6 +14,7 @@ from spool.capture.writers import Closing, Done, Shard, Task
 from spool.store import StepCounts
 
 _LENGTH = struct.Struct("<I")
+_LONGEST = 1 << 30
 END = "end"
 """The last message to the writer process: the rank is closed by whom it belongs to."""
 
@@ -38,6 +39,8 @@ class Frames:
         start = 0
         while len(buffer) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(buffer, start)
+            if length > _LONGEST:
+                raise ValueError("what comes is no message of a writer process")
             stop = start + _LENGTH.size + length
             if len(buffer) < stop:
                 break

@@ -16,12 +16,14 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from spool.capture.wire import END, Frames, counts_of, done_message, frame, task_of
 from spool.capture.writers import Closing, Done, Shard, Task, Writers
 from spool.close import KILLED
+from spool.errors import StoreError
 from spool.store import RankCounts, StepCounts, Store
 
 _READ = 1 << 20
@@ -38,7 +40,7 @@ class _Reports:
         self._file = file
         self._disk_full = disk_full
         self._said_full = False
-        self._dones: list[Done] = []
+        self._dones: deque[Done] = deque()
         self._wake = threading.Event()
         threading.Thread(target=self._run, name="spool-reports", daemon=True).start()
 
@@ -52,7 +54,7 @@ class _Reports:
                 self._wake.wait(_LOOK_SECONDS)
                 self._wake.clear()
                 time.sleep(_GATHER_SECONDS)
-                dones, self._dones = self._dones, []
+                dones = [self._dones.popleft() for _ in range(len(self._dones))]
                 is_full = self._disk_full()
                 if dones or is_full != self._said_full:
                     self._said_full = is_full
@@ -140,15 +142,30 @@ class _Work:
                 self._changed.wait(_LOOK_SECONDS)
                 if len(self._tasks) != left:
                     left, since = len(self._tasks), time.monotonic()
+            for number, task in list(self._tasks.items()):
+                self._count(task, Done(number, error="given up"))
             steps = {**self._kept, **self._open}
-        self._store.close_rank(self._rank, RankCounts(steps, KILLED))
+        self._close(RankCounts(steps, KILLED))
+
+    def _close(self, counts: RankCounts) -> None:
+        end = time.monotonic() + self._patience
+        while True:
+            try:
+                self._store.close_rank(self._rank, counts)
+                return
+            except OSError:  # a full disk, perhaps, that the checking host empties
+                if time.monotonic() >= end:
+                    raise
+            self._beat()
+            time.sleep(_LOOK_SECONDS)
 
     def _beat(self) -> None:
         """Tell who resumes that somebody still writes."""
-        beat = self._store.read_heartbeat(self._rank)
-        if beat is not None:
-            beat = dataclasses.replace(beat, time=time.time(), writer=os.getpid())
-            self._store.heartbeat(self._rank, beat)
+        with contextlib.suppress(OSError, StoreError):
+            beat = self._store.read_heartbeat(self._rank)
+            if beat is not None:
+                beat = dataclasses.replace(beat, time=time.time(), writer=os.getpid())
+                self._store.heartbeat(self._rank, beat)
 
 
 def main() -> None:

@@ -175,13 +175,8 @@ class Writers:
                 logger.exception("what became of a call could not be noted; writing goes on")
 
     def _publish(self, shard: Shard) -> int:
-        if shard.is_again:
-            _, _, rank, step, order, _ = shard.identity
-            name = f"{shard.identity[0]}.{shard.identity[1]}"
-            try:
-                return self._store.shard_path(rank, step, order, name).stat().st_size
-            except FileNotFoundError:
-                pass
+        if shard.is_again and (stored := published(self._store, shard)) is not None:
+            return stored
         regions = [
             (code, self._view[offset : offset + nbytes]) for code, offset, nbytes in shard.spans
         ]
@@ -205,3 +200,12 @@ class Writers:
         if closing.counts is not None:
             self._store.close_step(closing.rank, closing.step, closing.counts)
         return 0
+
+
+def published(store: Store, shard: Shard) -> int | None:
+    """Bytes of a shard that lies in the store already; None if it does not."""
+    api, index, rank, step, order, _ = shard.identity
+    try:
+        return store.shard_path(rank, step, order, f"{api}.{index}").stat().st_size
+    except FileNotFoundError:
+        return None

@@ -18,9 +18,13 @@ import torch
 from test_process_end import agree, closed, run, start, wait_closed, whole
 from torch.overrides import TorchFunctionMode
 
+import spool
+from spool.capture import live
 from spool.capture.wire import Frames, frame, task_message, task_of
 from spool.capture.writers import Closing, Shard
 from spool.cli import main
+from spool.errors import StoreError
+from spool.files import partial_path
 from spool.store import StepCounts, Store
 
 
@@ -338,6 +342,110 @@ with spool.enable(spool_dir={str(root)!r}, resume=True):
     time.sleep(1)
     assert [entry.name for entry in Store.open(root).shards(0, 0)] == ["Torch.cos.0"]
     assert closed(root)["reason"] == "disabled"
+    agree(root)
+
+
+@pytest.mark.parametrize("writer", ["process", "threads"])
+def test_a_python_without_shared_memory(spooled, said, monkeypatch, writer):
+    monkeypatch.delattr(os, "memfd_create")
+    with spooled.enable(writer=writer):
+        sin()
+    assert spooled.names() == ["Torch.sin.0"]
+    words = "threads write: the system gives no memory that two processes share"
+    assert said().count(words) == (writer == "process")
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_FSIZE", "RLIMIT_AS"])
+def test_where_memory_is_limited(root, limit):
+    body = f"""
+    import resource
+    spool.disable()
+    used = 1024 * int(open("/proc/self/status").read().split("VmSize:")[1].split()[0])
+    value = used + (3 << 30) if "AS" in {limit!r} else 1 << 20
+    resource.setrlimit(resource.{limit}, (value, value))
+    with spool.enable(spool_dir={str(root)!r}, resume=True):
+        work(20)
+    """
+    code, err = run(root, body)
+    assert code == 0, err
+    assert whole(root) == 20
+
+
+def test_memory_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(StoreError, match=r"no memory of .* set a lower queue_bytes"):
+        spool.enable(spool_dir=tmp_path / "spool", queue_bytes=1 << 60)
+    assert not (tmp_path / "spool").exists()
+
+
+def test_a_writer_that_is_stuck_is_given_up_and_counted(spooled, said, monkeypatch):
+    monkeypatch.setattr(live, "_LEAST_PATIENCE", 1.0)
+    session = spooled.enable(max_wait=0.5, writers=1)
+    for _ in range(20):
+        sin(1000)
+    process = session._live._sink.backend.process
+    while not spooled.names():
+        time.sleep(0.001)
+    os.kill(process, signal.SIGSTOP)
+    for _ in range(20):
+        sin(1000)
+    session.disable()
+    counts = spooled.store().rank_closed(0).steps[0]
+    assert counts.shards == len(spooled.names()) > 0
+    assert counts.shards + counts.dropped == 40
+    assert counts.dropped == counts.skipped["write failed"] > 0
+    assert not list(spooled.root.rglob("*.partial"))
+    assert "the spool took nothing for 1 s" in said()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+def test_a_directory_that_was_being_removed_disturbs_nothing(spooled, tmp_path):
+    with spooled.enable():
+        sin()
+    doomed = partial_path(spooled.root / "rank0" / "step7")
+    doomed = doomed.with_name(doomed.name.replace(str(os.getpid()), "4194304"))
+    (doomed / "inside").mkdir(parents=True)
+    with spooled.enable(resume=True) as session:
+        os.kill(session._live._sink.backend.process, signal.SIGKILL)
+        session.step()
+        sin()
+    assert not doomed.exists()
+    assert spooled.names(1) == ["Torch.sin.0"]
+
+
+FULL = """
+import errno, os
+for name in ("writev", "write"):
+    def full(file, data, original=getattr(os, name)):
+        kind = os.readlink(f"/proc/self/fd/{{file}}")
+        if os.path.exists({flag!r}) and not kind.startswith("pipe:"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(file, data)
+    setattr(os, name, full)
+"""
+
+
+def test_a_disk_that_is_full_when_the_trainer_is_killed(root, tmp_path, patched):
+    flag = tmp_path / "full"
+    patched(FULL.format(flag=str(flag)))
+    body = """
+    time.sleep(1)
+    session._live._beat()
+    open({flag!r}, "w").close()
+    work(30)
+    print("up", flush=True)
+    time.sleep(60)
+    """
+    process = start(root, body.replace("{flag!r}", repr(str(flag))), "max_wait=60")
+    assert process.stdout.readline() == "up\n"
+    time.sleep(0.5)
+    process.kill()
+    process.wait(60)
+    time.sleep(3)
+    assert closed(root) is None
+    flag.unlink()
+    assert wait_closed(root)["reason"] == "killed"
+    assert whole(root) == 30
     agree(root)
 
 
