@@ -353,6 +353,11 @@ def _claim(store: Store, rank: int, resume: bool, patience: float) -> dict[int, 
     beat = store.read_heartbeat(rank)
     if resume and beat is not None:
         beat = _wait_for_writer(store, rank, beat, patience)
+    if beat is not None and _alive(beat) and store.rank_closed(rank) is None:
+        raise StoreError(
+            f"{store.root}: rank {rank} is being captured by process {beat.pid}: "
+            "end that one first, or set RANK if this process is another rank"
+        )
     if not resume:
         if beat is not None or store.steps(rank) or store.rank_closed(rank) is not None:
             raise StoreError(
@@ -360,11 +365,6 @@ def _claim(store: Store, rank: int, resume: bool, patience: float) -> dict[int, 
                 f"go on with it, name another spool_dir, or run `spool clear {store.root}`"
             )
         return {}
-    if beat is not None and _alive(beat):
-        raise StoreError(
-            f"{store.root}: rank {rank} is being captured by process {beat.pid}: "
-            "end that one first, or set RANK if this process is another rank"
-        )
     store.reopen_rank(rank)
     store.remove_partials(rank)
     for number in store.unclosed_steps(rank):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from spool.capture.castcache import CHANGED, CastCache
 from spool.capture.context import Places, Settings
 from spool.capture.exits import raised_by_handler
 from spool.capture.filters import Filters
+from spool.capture.ledger import Ledger
 from spool.capture.leftalone import COMPILED, FUNCTORCH, foreign, in_transform, tracing
 from spool.capture.listcalls import count_elements, split_arguments, split_result
 from spool.capture.naming import Counters, Identity, Kind, Names
 from spool.capture.origins import Place, edges, mark, next_node
-from spool.capture.sink import Sink
+from spool.capture.sink import NoRoom, Sink
 from spool.capture.taking import Half, Taker
 from spool.capture.values import (
     Tensors,
@@ -48,6 +49,8 @@ class _Pending:
     is_list: bool
     own_input: object
     context: Mapping[str, Any]
+    ledger: Ledger
+    refused: list[str] = field(default_factory=list)
     direction: str = "forward"
     origin: Place | None = None
     first_node: int = 0
@@ -201,7 +204,7 @@ class Recorder:
             return None
         device = str(found[0][1].device) if found else "cpu"
         context = self._settings.context(place, device)
-        pending = _Pending([], elements, is_list, _own_input(identity, args), context)
+        pending = _Pending([], elements, is_list, _own_input(identity, args), context, ledger)
         if in_engine:
             pending.direction = "backward"
         if marks:
@@ -215,16 +218,19 @@ class Recorder:
             for number in wanted:
                 part = parts[number]
                 tensors_of_part = call_tensors(*part) if is_list else found
-                half = self._taker.take(
-                    identity, first + number, order, *part, tensors_of_part, ledger, held
-                )
-                if half is not None:
-                    held += half.nbytes
-                    pending.halves.append((number, half))
+                try:
+                    half = self._taker.take(
+                        identity, first + number, order, *part, tensors_of_part, ledger, held
+                    )
+                except NoRoom as error:
+                    pending.refused.append(error.reason)
+                    continue
+                held += half.nbytes
+                pending.halves.append((number, half))
         except BaseException:
             self._abandon(pending)
             raise
-        return pending if pending.halves or marks else None
+        return pending if pending.halves or pending.refused or marks else None
 
     # After the call.
 
@@ -234,6 +240,8 @@ class Recorder:
                 if result is NotImplemented or _nothing_done(pending.own_input, result):
                     self._abandon(pending)
                     return
+                for reason in pending.refused:
+                    self._sink.skip(pending.ledger, reason, dropped=True)
                 if pending.origin is not None:
                     mark(edges(result), pending.first_node, pending.origin)
                 if any(is_distributed(tensor) for _, tensor in tensors(result, "")):
@@ -241,7 +249,12 @@ class Recorder:
                 parts = split_result(result, pending.elements) if pending.is_list else [result]
                 while pending.halves:
                     number, half = pending.halves[0]
-                    self._taker.complete(half, parts[number], pending.direction, pending.context)
+                    try:
+                        self._taker.complete(
+                            half, parts[number], pending.direction, pending.context
+                        )
+                    except NoRoom as error:
+                        self._sink.skip(pending.ledger, error.reason, dropped=True)
                     pending.halves.pop(0)
         except Unsupported as error:
             self._sink.skip(self.ledger, error.reason, calls=len(pending.halves))

@@ -96,8 +96,8 @@ class Taker:
         found: Tensors,
         ledger: Ledger,
         held: int,
-    ) -> Half | None:
-        """Take a call's arguments, before it runs; None if there is no room for them.
+    ) -> Half:
+        """Take a call's arguments, before it runs.
 
         Parameters
         ----------
@@ -112,14 +112,14 @@ class Taker:
 
         Raises
         ------
+        NoRoom
+            There is no room for them. Not counted: the call may turn out to be none.
         Unsupported
             If a value cannot be stored.
         """
         watched = watch(identity, args, kwargs, found)
         half = Half(identity, index, order, ledger, watched, Transfers(self._arena, self._pool))
         trees = self._freeze(half, [*args, *kwargs.values()] if kwargs else args, held)
-        if trees is None:
-            return None
         half.args = trees[: len(args)]
         if kwargs:
             half.kwargs = dict(zip(kwargs, trees[len(args) :], strict=True))
@@ -130,13 +130,13 @@ class Taker:
 
         Raises
         ------
+        NoRoom
+            There is no room for them.
         Unsupported
             If a value cannot be stored.
         """
         written = half.watch.written(result)
         trees = self._freeze(half, [result, *written.values()] if written else [result], 0)
-        if trees is None:
-            return
         mutated: dict[str, TensorRef] = dict(zip(written, trees[1:], strict=True))
         overload = half.identity.overload
         api, index, step, order = half.identity.api, half.index, half.ledger.step, half.order
@@ -164,8 +164,8 @@ class Taker:
         half.transfers.drop()
         self._sink.free(half.blocks)
 
-    def _freeze(self, half: Half, values: Any, held: int) -> list[Tree] | None:
-        """Copy values into the arena; None, and the call is counted, if there is no room."""
+    def _freeze(self, half: Half, values: Any, held: int) -> list[Tree]:
+        """Copy values into the arena; whatever fails, the call is given up."""
         try:
             plan = Plan(values, len(half.spans))
             total = half.nbytes + plan.nbytes
@@ -176,10 +176,6 @@ class Taker:
             half.blocks.append(self._sink.reserve(plan.nbytes, half.ledger, held))
             half.nbytes = total
             half.spans += half.transfers.copy(plan, half.blocks[-1])
-        except NoRoom as error:
-            self._sink.skip(half.ledger, error.reason, dropped=True)
-            self.drop(half)
-            return None
         except BaseException:
             self.drop(half)
             raise

@@ -319,8 +319,12 @@ def test_two_processes_of_one_rank(spooled):
 
     beat = Heartbeat(time.time(), os.getppid(), socket.gethostname(), 0, 0, 0)
     spooled.store().heartbeat(0, beat)
-    with pytest.raises(StoreError, match=f"is being captured by process {os.getppid()}"):
-        spooled.enable(resume=True)
+    with pytest.raises(StoreError, match="holds a capture of rank 0 already"):
+        spooled.enable()  # the other process has closed it
+    spooled.store().reopen_rank(0)
+    for resume in (False, True):
+        with pytest.raises(StoreError, match=f"is being captured by process {os.getppid()}"):
+            spooled.enable(resume=resume)
 
 
 def test_a_capture_ended_by_another_thread_leaves_no_mode_behind(spooled, tmp_path):

@@ -96,6 +96,20 @@ def test_call_larger_than_max_call_bytes_is_named(spooled, said):
     assert said().count("is not captured; max_call_bytes") == 1
 
 
+@pytest.mark.parametrize("limit", ["max_call_bytes", "queue_bytes"])
+def test_what_would_not_be_captured_is_not_counted_as_dropped(spooled, limit):
+    x = torch.ones(100)
+    with spooled.enable(**{limit: 10}) as session:
+        x.to(torch.float32)  # converts nothing
+        with pytest.raises(RuntimeError):
+            torch.mm(x, x)
+        torch.sin(x)
+        session.step()
+    counts = spooled.store().step_closed(0, 0)
+    assert (counts.shards, counts.dropped) == (0, 1)
+    assert counts.skipped == {f"larger than {limit}": 1}
+
+
 def test_list_call_larger_than_the_queue_is_captured_as_far_as_it_fits(spooled):
     xs = [torch.ones(100) for _ in range(10)]
     with spooled.enable(queue_bytes=2000) as session:
