@@ -220,7 +220,7 @@ class RemoteWriters:
             ready = self._sleep(reports)
         if reports not in ready:
             return []
-        data = os.read(reports, _READ)
+        data = os.read(self._reports.number, _READ)
         if not data:
             raise EOFError
         return frames.feed(data)
@@ -234,7 +234,7 @@ class RemoteWriters:
         ready = _readable([reports, wake], _IDLE_SECONDS)
         self._is_idle = False
         if wake in ready:
-            os.eventfd_read(wake)
+            os.eventfd_read(self._wake.number)
         return ready
 
     def _end(self, frames: Frames) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import os
 import re
 import resource
@@ -183,7 +184,7 @@ SLOW = """
 import os, time
 writev = os.writev
 def slow(*arguments):
-    time.sleep(0.05)
+    time.sleep(0.2)
     return writev(*arguments)
 os.writev = slow
 """
@@ -215,7 +216,7 @@ def test_no_process_descriptor_or_thread_is_left(spooled):
     def state():
         gc.collect()  # the mapping goes with the session
         files = len(os.listdir("/proc/self/fd"))
-        return files, {thread.name for thread in threading.enumerate() if "spool" in thread.name}
+        return files, sum(thread.name.startswith("spool-") for thread in threading.enumerate())
 
     def capture(number):
         with spooled.enable(resume=number > 0):
@@ -226,10 +227,11 @@ def test_no_process_descriptor_or_thread_is_left(spooled):
     for number in range(1, 4):
         capture(number)
     end = time.monotonic() + 10
-    while state() != before and time.monotonic() < end:
+    while any(map(operator.gt, state(), before)) and time.monotonic() < end:
         time.sleep(0.05)
-    assert state() == before
-    assert before[1] == set()
+    files, threads = state()
+    assert files <= before[0]
+    assert threads <= before[1]
 
 
 def test_a_program_that_closes_all_descriptors(root, tmp_path):
