@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -28,11 +29,16 @@ Sample = dict[str, torch.Tensor]
 
 
 def sample(index: int) -> Sample:
-    """Calls, in both directions, of functions that the trainer does not call."""
+    """Calls of functions that the trainer does not call; in spawned workers backward, too.
+
+    A forked worker may not run the engine where its parent's has threads already.
+    """
     x = torch.full((4,), float(index), requires_grad=True)
-    (gradient,) = torch.autograd.grad(torch.tan(x).asinh().sum(), x)
+    y = torch.tan(x).asinh()
+    if multiprocessing.get_start_method(allow_none=True) == "spawn":
+        torch.autograd.grad(y.sum(), x)
     modes = len(_get_current_function_mode_stack())
-    return {"x": gradient, "modes": torch.tensor(modes), "pid": torch.tensor(os.getpid())}
+    return {"x": y.detach(), "modes": torch.tensor(modes), "pid": torch.tensor(os.getpid())}
 
 
 class Data(Dataset[Sample]):
