@@ -75,8 +75,8 @@ def test_an_exception_of_a_signal_handler_reaches_the_program(spooled, monkeypat
 
     try:
         for delay in [0.0004 * n for n in range(1, 30)]:
-            signal.setitimer(signal.ITIMER_REAL, delay)
             with pytest.raises(Preempted):
+                signal.setitimer(signal.ITIMER_REAL, delay)
                 work()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
