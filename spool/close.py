@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spool.errors import StoreError
-from spool.files import is_running
+from spool.processes import runs_on
 from spool.store import RankCounts, StepCounts, Store
 
 BY_HAND = "closed by hand"
@@ -60,7 +60,7 @@ def refuse_living(store: Store, rank: int) -> None:
     if store.rank_closed(rank) is not None or beat is None:
         return
     for pid in (beat.pid, beat.writer):
-        if is_running(beat.host, pid):
+        if runs_on(beat.host, pid):
             raise StoreError(
                 f"rank {rank} of {store.root} is still written by process {pid}; "
                 "end that, or add --force"

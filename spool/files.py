@@ -16,6 +16,8 @@ import uuid
 import zlib
 from pathlib import Path
 
+from spool.processes import is_running
+
 _PARTIAL = re.compile(r"\..+\.(?P<host>[0-9a-f]{8})-(?P<pid>[1-9][0-9]{0,9})-[0-9a-f]{8}\.partial")
 
 
@@ -100,19 +102,6 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{_host_id()}-{os.getpid()}-{token}.partial")
 
 
-def is_running(host: str, pid: int) -> bool:
-    """Whether a process, named by host and number, runs here."""
-    if host != socket.gethostname() or pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def is_partial(name: str) -> bool:
     """Whether a file name is one that `partial_path` makes."""
     return _PARTIAL.fullmatch(name) is not None
@@ -129,13 +118,7 @@ def is_abandoned(name: str) -> bool | None:
     match = _PARTIAL.fullmatch(name)
     if match is None or match["host"] != _host_id():
         return None
-    try:
-        os.kill(int(match["pid"]), 0)
-    except ProcessLookupError:
-        return True
-    except (PermissionError, OverflowError):
-        return False
-    return False
+    return not is_running(int(match["pid"]))
 
 
 @functools.cache

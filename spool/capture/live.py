@@ -24,15 +24,16 @@ from spool.capture.interceptor import Interceptor, open_modes
 from spool.capture.keeper import HEARTBEAT_SECONDS, Keeper
 from spool.capture.ledger import amount
 from spool.capture.recorder import HOOK_FAILED, Recorder
-from spool.capture.remote import WRITER, RemoteWriters
+from spool.capture.remote import RemoteWriters
 from spool.capture.sink import Backend, Sink
 from spool.capture.snapshot import PinnedPool
+from spool.capture.spawn import WRITER
 from spool.capture.taking import Taker
 from spool.capture.watermark import Watermark
 from spool.capture.writers import Done, Pull, Writers
 from spool.config import CaptureConfig
 from spool.errors import StoreError
-from spool.files import is_running
+from spool.processes import runs_on
 from spool.store import Heartbeat, RankCounts, StepCounts, Store
 
 logger = logging.getLogger("spool")
@@ -377,7 +378,7 @@ def _wait_for_writer(store: Store, rank: int, beat: Heartbeat, patience: float) 
     """Wait for the writer process of a trainer that was killed, which still publishes."""
     begin = time.monotonic()
     # This process may be the trainer itself, by exec.
-    while _is_writer(beat) and (beat.pid == os.getpid() or not is_running(beat.host, beat.pid)):
+    while _is_writer(beat) and (beat.pid == os.getpid() or not runs_on(beat.host, beat.pid)):
         if time.monotonic() - begin > patience:
             raise StoreError(
                 f"{store.root}: rank {rank} is still written by process {beat.writer}, whose "
@@ -398,13 +399,13 @@ def _is_writer(beat: Heartbeat) -> bool:
         command = Path(f"/proc/{beat.writer}/cmdline").read_bytes()
     except OSError:
         return False
-    return is_running(beat.host, beat.writer) and WRITER.encode() in command
+    return runs_on(beat.host, beat.writer) and WRITER.encode() in command
 
 
 def _alive(beat: Heartbeat) -> bool:
     """Whether the process behind a heartbeat is surely another one and running."""
     recent = time.time() - beat.time < 3 * HEARTBEAT_SECONDS
-    return recent and beat.pid != os.getpid() and is_running(beat.host, beat.pid)
+    return recent and beat.pid != os.getpid() and runs_on(beat.host, beat.pid)
 
 
 def _versions() -> dict[str, str]:

@@ -7,75 +7,27 @@ captures only appends to a list. If the writer process dies, threads here do wha
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import select
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from spool.capture.arena import Arena
+from spool.capture.spawn import Descriptor, start
 from spool.capture.wire import END, Frames, frame, plain_counts, task_message
 from spool.capture.writers import Done, Pull, Shard, Task, Writers, published
 from spool.store import StepCounts, Store
 
 logger = logging.getLogger("spool")
 
-WRITER = "spool.capture.writer_process"
-"""Part of the command line of a writer process."""
-
-# Not by -m, which would look into the current directory first.
-_PROGRAM = f"""
-import sys
-sys.path[:] = [{str(Path(__file__).parents[2])!r}, *filter(None, sys.path)]
-from {WRITER} import main
-main()
-"""
 _READ = 1 << 16
 _GATHER_SECONDS = 0.005
 _IDLE_SECONDS = 0.25
 _END_SECONDS = 5.0
-
-
-class _Descriptor:
-    """A descriptor of ours, which is not used when it is another file's by now.
-
-    Programs that become daemons close all descriptors there are; the numbers come again.
-    """
-
-    def __init__(self, file: int) -> None:
-        self._file = file
-        self._identity = _identity(file)
-
-    @property
-    def number(self) -> int:
-        """The descriptor.
-
-        Raises
-        ------
-        OSError
-            If the program has closed it.
-        """
-        with contextlib.suppress(OSError):
-            if _identity(self._file) == self._identity:
-                return self._file
-        raise OSError(errno.EBADF, "the program closed a descriptor of capture")
-
-    def close(self) -> None:
-        """Close it, if it is ours still and open."""
-        with contextlib.suppress(OSError):
-            os.close(self.number)
-        self._identity = (-1, -1, -1)
-
-
-def _identity(file: int) -> tuple[int, int, int]:
-    status = os.fstat(file)
-    return status.st_dev, status.st_ino, status.st_mode
 
 
 class RemoteWriters:
@@ -125,12 +77,12 @@ class RemoteWriters:
         self._lock = lock
         self._open: dict[int, Task] = {}
         # Not a `threading.Event`: an exception of a signal handler could leave one locked.
-        self._wake = _Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._wake = Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         self._is_idle = False
         self._stopping = False
         self._disk_full = False
         self._local: Writers | None = None
-        self._process, self._tasks, self._reports = _start(arena.file)
+        self._process, self._tasks, self._reports = start(arena.file)
         setup = {
             "root": str(store.root),
             "rank": rank,
@@ -178,8 +130,6 @@ class RemoteWriters:
         """Let go of the pipes; in a forked child, whose other ends are not its own."""
         self._tasks.close()
         self._reports.close()
-        if self._process.returncode is None:
-            self._process.returncode = 0  # gone, or not a child of this process
 
     def _run(self) -> None:
         frames = Frames()
@@ -243,16 +193,25 @@ class RemoteWriters:
         else:
             os.set_blocking(self._tasks.number, True)
             os.write(self._tasks.number, bytes(self._backlog) + frame(END))
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
+        if not self._is_gone():
             self._process.kill()
+
+    def _is_gone(self) -> bool:
+        """Wait a while for the process to end; whether it has."""
+        end = time.monotonic() + _END_SECONDS
+        while (is_alive := self._process.is_alive()) and time.monotonic() < end:
+            time.sleep(_GATHER_SECONDS)
+        with contextlib.suppress(ChildProcessError):
+            # A process 1, as of a container, is given the children of all that end.
+            os.waitpid(self._process.pid, os.WNOHANG)
+        return not is_alive
 
     def _give_up(self, frames: Frames) -> None:
         """End a process that is stuck: what is not written now must not appear later."""
         self._process.kill()
-        self._process.wait()
-        while data := os.read(self._reports.number, _READ):
+        self._is_gone()
+        reports = self._reports.number
+        while _readable([reports], 0) and (data := os.read(reports, _READ)):
             self._take_in(frames.feed(data))
         for number, task in list(self._open.items()):
             if isinstance(task, Shard) and (stored := published(self._store, task)) is not None:
@@ -262,10 +221,10 @@ class RemoteWriters:
     def _take_over(self, error: Exception) -> None:
         """Do here what the process has left."""
         self._process.kill()
-        code = self._process.wait()
+        self._is_gone()
         what = f"is given up ({type(error).__name__}: {error})"
         if isinstance(error, (EOFError, BrokenPipeError)):
-            what = f"ended (exit code {code})"
+            what = "ended"
         logger.warning(
             "the writer process %s: threads of the training process write from here on", what
         )
@@ -297,36 +256,3 @@ def _readable(files: list[int], seconds: float) -> list[int]:
     for file in files:
         poll.register(file, select.POLLIN)
     return [file for file, _ in poll.poll(1000 * seconds)]
-
-
-def _start(memory: int) -> tuple[subprocess.Popen[bytes], _Descriptor, _Descriptor]:
-    """Start the process; the pipes that take tasks and that give what became of them."""
-    tasks_there, tasks = os.pipe()
-    reports, reports_there = os.pipe()
-    try:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                _PROGRAM,
-                str(os.getpid()),
-                str(tasks_there),
-                str(reports_there),
-            ],
-            # Whatever else runs at the start of a Python there may print.
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(memory, tasks_there, reports_there),
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-    except BaseException:
-        os.close(tasks)
-        os.close(reports)
-        raise
-    finally:
-        os.close(tasks_there)
-        os.close(reports_there)
-    os.set_blocking(tasks, False)
-    return process, _Descriptor(tasks), _Descriptor(reports)

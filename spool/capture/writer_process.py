@@ -24,6 +24,7 @@ from spool.capture.wire import END, Frames, counts_of, done_message, frame, task
 from spool.capture.writers import Closing, Done, Shard, Task, Writers
 from spool.close import KILLED
 from spool.errors import StoreError
+from spool.processes import Process
 from spool.store import RankCounts, StepCounts, Store
 
 _READ = 1 << 20
@@ -171,21 +172,22 @@ class _Work:
 def main() -> None:
     """Serve one training process until it ends.
 
-    Arguments: its process number, and the descriptors that tasks come by and that what
-    became of them goes out by.
+    Arguments: its process number and start, and the descriptors that tasks come by and that
+    what became of them goes out by.
     """
     try:
-        _serve(*map(int, sys.argv[1:4]))
+        pid, started, tasks, reports = map(int, sys.argv[1:])
+        _serve(Process(pid, started), tasks, reports)
     finally:
         os._exit(0)  # threads may hang on a dead mount: nothing waits for them
 
 
-def _serve(parent: int, tasks: int, reports: int) -> None:
+def _serve(trainer: Process, tasks: int, reports: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     frames = Frames()
     work: _Work | None = None
-    for data in _incoming(tasks, parent):
+    for data in _incoming(tasks, trainer):
         for message in frames.feed(data):
             if message == END:
                 return
@@ -193,29 +195,29 @@ def _serve(parent: int, tasks: int, reports: int) -> None:
                 work = _Work(message, reports)
             else:
                 work.put(*task_of(message))
-    if work is not None and _is_gone(parent):
+    if work is not None and _is_gone(trainer):
         work.close_orphaned()
 
 
-def _is_gone(parent: int) -> bool:
+def _is_gone(trainer: Process) -> bool:
     """Whether the training process has ended, rather than lost its end of the pipe.
 
     One that goes on writes by itself. A process that ends closes its files first.
     """
     end = time.monotonic() + _END_SECONDS
-    while os.getppid() == parent and time.monotonic() < end:
+    while trainer.is_alive() and time.monotonic() < end:
         time.sleep(0.01)
-    return os.getppid() != parent
+    return not trainer.is_alive()
 
 
-def _incoming(file: int, parent: int) -> Any:
+def _incoming(file: int, trainer: Process) -> Any:
     """Bytes as they come, until nobody is left who could send any."""
     os.set_blocking(file, False)
     poll = select.poll()
     poll.register(file, select.POLLIN)
     while True:
-        # A forked child of the parent may hold its end of the pipe open.
-        is_orphaned = os.getppid() != parent
+        # A forked child of the trainer may hold its end of the pipe open.
+        is_orphaned = not trainer.is_alive()
         if not is_orphaned:
             poll.poll(1000 * _LOOK_SECONDS)
         try:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from spool.errors import SpoolError
+from spool.processes import Process, start_ticks
 
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -41,7 +42,7 @@ class Owner:
     def me(cls) -> Owner:
         """This process."""
         pid = os.getpid()
-        return cls(socket.gethostname(), _boot_id(), pid, _start_ticks(pid), time.time())
+        return cls(socket.gethostname(), _boot_id(), pid, start_ticks(pid), time.time())
 
     @classmethod
     def parse(cls, text: str) -> Owner | None:
@@ -68,7 +69,7 @@ class Owner:
         """Whether the very process still runs on this host."""
         if self.boot != _boot_id():
             return False
-        return self.started != 0 and _start_ticks(self.pid) == self.started
+        return self.started != 0 and Process(self.pid, self.started).is_alive()
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -200,13 +201,3 @@ def _boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-def _start_ticks(pid: int) -> int:
-    """Start of a process in clock ticks since boot; 0 if there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    # The command's name may hold spaces and brackets; the fields come after its last ')'.
-    return int(stat.rpartition(")")[2].split()[19])

@@ -68,7 +68,8 @@ def test_an_exception_of_a_signal_handler_reaches_the_program(spooled, monkeypat
     session = spooled.enable()
     x = torch.ones(10_000)
 
-    def work():
+    def work(delay):
+        signal.setitimer(signal.ITIMER_REAL, delay)
         end = time.monotonic() + 20
         while time.monotonic() < end:
             x * 2
@@ -76,8 +77,7 @@ def test_an_exception_of_a_signal_handler_reaches_the_program(spooled, monkeypat
     try:
         for delay in [0.0004 * n for n in range(1, 30)]:
             with pytest.raises(Preempted):
-                signal.setitimer(signal.ITIMER_REAL, delay)
-                work()
+                work(delay)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
