@@ -7,104 +7,44 @@ the drain counted (``sustained``). Times are of this machine; compare columns of
 
     python benchmarks/capture.py [--steps 20] [--models transformer gpt resnet]
                                  [--writers process threads] [--directory /dev/shm]
+                                 [--peer VENV/bin/python]
+
+With ``--peer``, a Python that holds the same torch and mindstudio-probe (8.1.2 captures
+unpatched), a row for its L1 tensor dump of the same steps: first and median step.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import platform
-import statistics
-import sys
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.nn import functional as F
+from _training import MODELS, Training
 
 import spool
 from spool.capture.sink import Sink
 from spool.store import Store
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
-
-
-class Transformer(nn.Module):
-    """0.54 M parameters, the size at which the peer was measured."""
-
-    def __init__(self, causal: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(512, 128)
-        self.causal = causal
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                128, 4, 512, dropout=0.0, batch_first=True, norm_first=causal
-            )
-            for _ in range(2)
-        )
-        self.head = nn.Linear(128, 512)
-
-    def forward(self) -> torch.Tensor:
-        tokens = torch.randint(512, (8, 64))
-        mask = nn.Transformer.generate_square_subsequent_mask(64) if self.causal else None
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, src_mask=mask, is_causal=self.causal)
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
-
-
-def resnet() -> nn.Module:
-    """A residual network of two blocks."""
-    from models import resnet
-
-    return resnet()
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "transformer": lambda: Transformer(causal=False),
-    "gpt": lambda: Transformer(causal=True),
-    "resnet": resnet,
-}
-
-
-class Training:
-    """A model with its optimizer."""
-
-    def __init__(self, name: str) -> None:
-        torch.manual_seed(0)
-        self.model = MODELS[name]().train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
-
-    def step(self) -> float:
-        """Train a step; its seconds."""
-        begin = time.perf_counter()
-        self.optimizer.zero_grad()
-        self.model().backward()
-        self.optimizer.step()
-        return time.perf_counter() - begin
-
-
-def median_step(training: Training, steps: int) -> float:
-    """Median seconds of a step."""
-    return statistics.median(training.step() for _ in range(steps))
-
 
 def measure(name: str, writer: str, steps: int, where: str | None) -> str:
     """One row of the table."""
     training = Training(name)
-    median_step(training, 5)
-    off = median_step(training, steps)
+    training.median(5)
+    off = training.median(steps)
     with tempfile.TemporaryDirectory(prefix="spool-bench-", dir=where) as directory:
         with spool.enable(spool_dir=f"{directory}/idle", step=[10**6]):
-            idle = median_step(training, steps)
+            idle = training.median(steps)
         submit = Sink.submit
         Sink.submit = lambda self, record, ledger: self.free(record.blocks)  # type: ignore[method-assign]
         with spool.enable(spool_dir=f"{directory}/null", writer=writer):
-            null = median_step(training, max(3, steps // 4))
+            null = training.median(max(3, steps // 4))
         Sink.submit = submit  # type: ignore[method-assign]
         session = spool.enable(spool_dir=f"{directory}/real", writer=writer)
         time.sleep(1)  # a process is up as soon as somebody trains in earnest
@@ -126,6 +66,24 @@ def measure(name: str, writer: str, steps: int, where: str | None) -> str:
     )
 
 
+def measure_peer(name: str, python: str, where: str | None) -> str:
+    """The peer's row of the table: its files hold one tensor each."""
+    with tempfile.TemporaryDirectory(prefix="spool-bench-", dir=where) as directory:
+        done = subprocess.run(
+            [python, str(Path(__file__).with_name("_peer_capture.py")), name, "3", directory],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            check=True,
+        )
+    peer = json.loads(done.stdout.splitlines()[-1])
+    off = peer["off"]
+    return (
+        f"{name:12}{'peer':8}{off * 1e3:8.1f}{'':9}{'':9}{peer['first'] / off:8.1f}x"
+        f"{peer['sustained'] / off:10.1f}x{'':8}{peer['bytes'] / 1e6:8.1f}"
+        f"{peer['files'] / peer['sustained']:10.0f}   (mindstudio-probe {peer['version']})"
+    )
+
+
 def main() -> None:
     """Measure every model."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -134,6 +92,7 @@ def main() -> None:
     kinds = ("process", "threads")
     parser.add_argument("--writers", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--directory", help="where spools go, default that of temporary files")
+    parser.add_argument("--peer", help="Python of an environment that holds the peer")
     arguments = parser.parse_args()
     logging.getLogger("spool").setLevel(logging.ERROR)
     print(
@@ -148,6 +107,8 @@ def main() -> None:
         for writer in arguments.writers:
             row = measure(name, writer, arguments.steps, arguments.directory)
             print(row, flush=True)
+        if arguments.peer:
+            print(measure_peer(name, arguments.peer, arguments.directory), flush=True)
 
 
 if __name__ == "__main__":

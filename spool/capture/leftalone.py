@@ -24,10 +24,16 @@ def tracing() -> str | None:
     """Whether torch is recording operators rather than computing."""
     if torch._C._get_tracing_state() is not None:
         return "torch.jit tracing"
-    cuda: Any = torch.cuda
-    if cuda.is_initialized() and cuda.is_current_stream_capturing():
+    if any(_is_recording(torch.__dict__.get(kind)) for kind in ("cuda", "npu")):
         return "graph capture"
     return None
+
+
+def _is_recording(device: Any) -> bool:
+    """Whether a device's current stream records a graph; older torch_npu cannot."""
+    if device is None or not hasattr(device, "is_current_stream_capturing"):
+        return False
+    return bool(device.is_initialized() and device.is_current_stream_capturing())
 
 
 def foreign(identity: Identity, found: Tensors) -> str | None:
