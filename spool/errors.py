@@ -6,6 +6,9 @@ what to do about it. Anything else that escapes is a bug and keeps its traceback
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class SpoolError(Exception):
     """Base of every error that a user, a configuration or foreign data can cause."""
@@ -15,6 +18,25 @@ def explain(error: OSError) -> str:
     """One line for what the system refused: a file, and why."""
     why = error.strerror or str(error) or type(error).__name__
     return f"{error.filename}: {why}" if error.filename else why
+
+
+def is_of_system(error: OSError) -> bool:
+    """Whether the system raised it.
+
+    Otherwise it is a program's own, such as the ``TimeoutError`` of a signal handler, which
+    may strike in any line of ours and must reach the program.
+    """
+    return error.errno is not None
+
+
+@contextmanager
+def ignoring_refusals() -> Iterator[None]:
+    """Go on where the system refuses something."""
+    try:
+        yield
+    except OSError as error:
+        if not is_of_system(error):
+            raise
 
 
 class ConfigError(SpoolError):

@@ -39,7 +39,8 @@ class Process:
     def kill(self) -> None:
         """End it with SIGKILL, if it runs."""
         if self.is_alive():
-            with contextlib.suppress(ProcessLookupError):
+            # Of another user, perhaps, since this process is another's.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
 
 

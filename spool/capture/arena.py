@@ -8,16 +8,36 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import fcntl
 import mmap
 import os
-from typing import NamedTuple
+import weakref
+from typing import Any, NamedTuple
 
-from spool.errors import StoreError
+import numpy as np
+
+from spool.errors import StoreError, is_of_system
+
+NAME = "spool-arena"
+"""By which the system's list of a process's memory shows an arena."""
 
 _ALIGNMENT = 64
 # Address space costs nothing, and with more of it than is ever held a hole is always found;
 # where it is limited there is less.
 _SLACK = (4, 2, 1)
+
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+# Of Linux, on every processor that torch runs on; Python's module does not name them all.
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_libc: Any = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    *[ctypes.c_int] * 3,
+    ctypes.c_ssize_t,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Block(NamedTuple):
@@ -55,10 +75,11 @@ class Arena:
     def __init__(self, limit: int) -> None:
         page = mmap.PAGESIZE
         smallest = -(-(limit + page) // page) * page
-        self.file, self._memory = _memory([n * smallest for n in _SLACK])
-        self.size = len(self._memory)
-        self._view = memoryview(self._memory)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.file, memory = _memory([n * smallest for n in _SLACK])
+        self._is_shared = self.file >= 0
+        self.size = memory.nbytes
+        self._view = memory.data
+        self._address = memory.ctypes.data
         self._holes: list[tuple[int, int]] = [(0, self.size)]
 
     def take(self, nbytes: int) -> Block | None:
@@ -89,12 +110,19 @@ class Arena:
     def close_file(self) -> None:
         """Close the descriptor; the memory stays as long as this object does."""
         if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
+            file, self.file = self.file, -1
+            os.close(file)
 
     def retire(self) -> None:
-        """Give nothing out any more: in a forked child, which shares the memory."""
+        """Give nothing out any more, and the memory back to the system.
+
+        The addresses stay: somebody may be copying to one. What lies behind them is memory
+        of this process alone then, which starts empty.
+        """
         self._holes = []
+        if self._is_shared:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+            _libc.mmap(self._address, self.size, _READ_WRITE, flags, -1, 0)
 
     def address(self, offset: int) -> int:
         """Where in this process's memory a byte is."""
@@ -105,25 +133,53 @@ class Arena:
         return self._view[offset : offset + nbytes]
 
 
-def _memory(sizes: list[int]) -> tuple[int, mmap.mmap]:
+def above_standard(file: int) -> int:
+    """A descriptor behind those of standard input, output and error, closing a lower one.
+
+    Where a program has closed these their numbers come again, but a child's are replaced,
+    and anybody may write to them.
+    """
+    if file > 2:
+        return file
+    higher = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(file)
+    return higher
+
+
+def _memory(sizes: list[int]) -> tuple[int, np.ndarray[Any, Any]]:
     """Memory of the first of some sizes that there is, and its descriptor."""
     error: OSError | None = None
     for is_shared in (True, False):
         for size in sizes:
             try:
-                return _shared(size) if is_shared else (-1, mmap.mmap(-1, size))
+                return _shared(size) if is_shared else (-1, _bytes(mmap.mmap(-1, size)))
             except OSError as caught:
+                if not is_of_system(caught):
+                    raise
                 error = caught
             except AttributeError:  # a Python that was built where there was no memfd
                 break
     raise StoreError(f"no memory of {sizes[-1]} bytes ({error}): set a lower queue_bytes")
 
 
-def _shared(size: int) -> tuple[int, mmap.mmap]:
-    file = os.memfd_create("spool", os.MFD_CLOEXEC)
+def _shared(size: int) -> tuple[int, np.ndarray[Any, Any]]:
+    file = above_standard(os.memfd_create(NAME, os.MFD_CLOEXEC))
     try:
         os.ftruncate(file, size)
-        return file, mmap.mmap(file, size)
+        # Not Python's own mapping, which keeps a copy of the descriptor and closes that number
+        # at its end, whosever it is by then.
+        address = _libc.mmap(None, size, _READ_WRITE, mmap.MAP_SHARED, file, 0)
+        if address == ctypes.c_void_p(-1).value:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        memory = (ctypes.c_char * size).from_address(address)
+        # When nobody has a view of it any more; but not at exit, where threads may still write.
+        weakref.finalize(memory, _libc.munmap, address, size).atexit = False
+        return file, _bytes(memory)
     except BaseException:
         os.close(file)
         raise
+
+
+def _bytes(memory: Any) -> np.ndarray[Any, Any]:
+    return np.frombuffer(memory, np.uint8)

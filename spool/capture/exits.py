@@ -46,6 +46,8 @@ class Exits:
     def uninstall(self) -> None:
         """Put everything back; a SIGTERM that came while closing is delivered now."""
         atexit.unregister(self._at_exit)
+        # From another thread the handler cannot be taken back; it only passes on then.
+        self._close = _closed
         if not self._installed or not _is_main_thread():
             return
         self._installed = False
@@ -75,6 +77,11 @@ class Exits:
             return
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+
+def _closed(reason: str) -> bool:
+    """In place of `close` once everything is closed, so that nothing of it is kept alive."""
+    return True
 
 
 def raised_by_handler(error: BaseException) -> bool:

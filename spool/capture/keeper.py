@@ -23,12 +23,17 @@ class Keeper:
     ----------
     beat : callable
         Writes the heartbeat.
+    blocked : callable
+        Whether training waits for room, which the checking host is told at once.
     watermark : Watermark
         Measured again whenever it asks to, at most twice a second.
     """
 
-    def __init__(self, beat: Callable[[], None], watermark: Watermark) -> None:
+    def __init__(
+        self, beat: Callable[[], None], blocked: Callable[[], bool], watermark: Watermark
+    ) -> None:
         self._beat = beat
+        self._blocked = blocked
         self._watermark = watermark
         self._stop = threading.Event()
         self._complained = False
@@ -43,9 +48,12 @@ class Keeper:
     def _run(self) -> None:
         next_beat = 0.0
         next_measure = 0.0
+        was_blocked = False
         while not self._stop.is_set():
             now = time.monotonic()
-            if now >= next_beat:
+            is_blocked = self._blocked()
+            if now >= next_beat or (is_blocked and not was_blocked):
+                was_blocked = is_blocked
                 next_beat = now + HEARTBEAT_SECONDS
                 self._try(self._beat)
             if now >= next_measure and self._watermark.stale:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import platform
@@ -32,7 +31,7 @@ from spool.capture.taking import Taker
 from spool.capture.watermark import Watermark
 from spool.capture.writers import Done, Pull, Writers
 from spool.config import CaptureConfig
-from spool.errors import StoreError
+from spool.errors import StoreError, ignoring_refusals
 from spool.processes import runs_on
 from spool.store import Heartbeat, RankCounts, StepCounts, Store
 
@@ -41,6 +40,16 @@ logger = logging.getLogger("spool")
 OTHER_THREAD = "step began in another thread"
 MODE_LOST = "capture hook removed by others"
 _LEAST_PATIENCE = 30.0
+
+
+class NoThreadError(StoreError):
+    """The system starts no thread."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no thread can be started to write what is captured: raise the limit of processes "
+            "and threads (ulimit -u)"
+        )
 
 
 class Live:
@@ -59,26 +68,6 @@ class Live:
         self._rank = rank
         self._on_end = on_end
         self._patience = max(config.max_wait, _LEAST_PATIENCE)
-        arena = Arena(config.queue_bytes)
-        self._store = Store.create(config.spool_dir, _versions())
-        self._kept = _claim(self._store, rank, config.resume, self._patience)
-        watermark = Watermark(
-            config.max_spool_bytes, config.on_full == "drop", lambda: self._store.usage()
-        )
-        self._sink = Sink(
-            rank,
-            arena,
-            queue_bytes=config.queue_bytes,
-            max_wait=config.max_wait,
-            watermark=watermark,
-            start=functools.partial(self._start_writers, arena),
-        )
-        arena.close_file()
-        pool = PinnedPool(config.queue_bytes // 4)
-        taker = Taker(self._sink, rank, arena, pool, config.max_call_bytes)
-        self.recorder = Recorder(self._sink, Filters(config), taker, config.backward)
-        self._engine = Engine(self.recorder) if config.backward else None
-        self.mode = Interceptor(self.recorder, self._engine)
         self._thread = threading.get_ident()
         self._step = 0
         self._started = False
@@ -88,14 +77,40 @@ class Live:
         self._closer: int | None = None
         self._closed = threading.Event()
         self._end_lock = threading.RLock()
-        self._keeper = Keeper(self._beat, watermark)
-        self._exits = Exits(self.end)
-        self._exits.install()
+        with contextlib.ExitStack() as undo:
+            self._arena = Arena(config.queue_bytes)
+            undo.callback(self._arena.retire)
+            undo.callback(self._arena.close_file)
+            self._store = Store.create(config.spool_dir, _versions())
+            self._kept = _claim(self._store, rank, config.resume, self._patience)
+            watermark = Watermark(
+                config.max_spool_bytes, config.on_full == "drop", lambda: self._store.usage()
+            )
+            self._sink = Sink(
+                rank,
+                self._arena,
+                queue_bytes=config.queue_bytes,
+                max_wait=config.max_wait,
+                watermark=watermark,
+                start=self._start_writers,
+            )
+            undo.callback(self._sink.stop)
+            self._arena.close_file()
+            pool = PinnedPool(config.queue_bytes // 4)
+            taker = Taker(self._sink, rank, self._arena, pool, config.max_call_bytes)
+            self.recorder = Recorder(self._sink, Filters(config), taker, config.backward)
+            self._engine = Engine(self.recorder) if config.backward else None
+            self.mode = Interceptor(self.recorder, self._engine)
+            self._exits = Exits(self.end)
+            undo.callback(self._exits.uninstall)
+            self._exits.install()
+            self._keeper = Keeper(self._beat, lambda: self._sink.blocked, watermark)
+            undo.pop_all()
 
     def _start_writers(
-        self, arena: Arena, pull: Pull, done: Callable[[Done], None], lock: threading.RLock
+        self, pull: Pull, done: Callable[[Done], None], lock: threading.RLock
     ) -> Backend:
-        config = self._config
+        config, arena = self._config, self._arena
         if config.writer == "process":
             try:
                 if arena.file < 0:
@@ -113,8 +128,10 @@ class Live:
                     lock=lock,
                 )
             except Exception as error:
+                if raised_by_handler(error):
+                    raise
                 logger.warning("no writer process can be started, threads write: %s", error)
-        return Writers(
+        writers = Writers(
             self._store,
             arena.view(0, arena.size),
             count=config.writers,
@@ -123,6 +140,9 @@ class Live:
             done=done,
             lock=lock,
         )
+        if not writers.threads:
+            raise NoThreadError
+        return writers
 
     # Between start and end.
 
@@ -259,11 +279,7 @@ class Live:
         """The last configured step is over: training goes on while the rest is written."""
         if self._begin_end():
             logger.info("rank %d: the last configured step is captured, capture ends", self._rank)
-            closer = threading.Thread(
-                target=self._close, args=("steps done",), name="spool-closer", daemon=True
-            )
-            self._closer = None
-            closer.start()
+            self._close_in_background("steps done")
 
     def _begin_end(self) -> bool:
         """Take the hook off; False if the capture is ending already."""
@@ -290,34 +306,53 @@ class Live:
 
     def _close(self, reason: str) -> None:
         try:
-            if not self._sink.drain(self._patience):
-                logger.error(
-                    "the spool took nothing for %.0f s: what is left is dropped and counted",
-                    self._patience,
-                )
-            self._sink.stop()
-            self._keeper.stop()
-            counts = self._counts(reason)
-            with contextlib.suppress(OSError):
-                self._beat()
-            self._store.close_rank(self._rank, counts)
-            self._say_unmet()
-            steps = counts.steps.values()
-            logger.info(
-                "rank %d closed (%s): %d calls, %s of shards, dropped %d",
-                self._rank,
-                reason,
-                sum(step.shards for step in steps),
-                amount(sum(step.bytes for step in steps)),
-                sum(step.dropped for step in steps),
+            self._finish(reason)
+        except BaseException as error:
+            if isinstance(error, Exception) and not raised_by_handler(error):
+                logger.error("rank %d could not be closed: %s", self._rank, error)
+            else:
+                # The program's own, which goes to it; what it interrupted goes on meanwhile.
+                self._close_in_background(reason)
+                raise
+        if self._engine is not None:
+            self._engine.forget()
+        if not self._sink.backend.is_busy:
+            self._arena.retire()
+        self._closed.set()
+        self._on_end()
+
+    def _close_in_background(self, reason: str) -> None:
+        self._closer = None
+
+        def close() -> None:
+            self._close(reason)
+            self._exits.uninstall()
+
+        threading.Thread(target=close, name="spool-closer", daemon=True).start()
+
+    def _finish(self, reason: str) -> None:
+        """Write what was accepted, end all that runs, close the rank; may be begun again."""
+        if not self._sink.drain(self._patience):
+            logger.error(
+                "the spool took nothing for %.0f s: what is left is dropped and counted",
+                self._patience,
             )
-        except Exception as error:
-            logger.error("rank %d could not be closed: %s", self._rank, error)
-        finally:
-            if self._engine is not None:
-                self._engine.forget()
-            self._closed.set()
-            self._on_end()
+        self._sink.stop()
+        self._keeper.stop()
+        counts = self._counts(reason)
+        with ignoring_refusals():
+            self._beat()
+        self._store.close_rank(self._rank, counts)
+        self._say_unmet()
+        steps = counts.steps.values()
+        logger.info(
+            "rank %d closed (%s): %d calls, %s of shards, dropped %d",
+            self._rank,
+            reason,
+            sum(step.shards for step in steps),
+            amount(sum(step.bytes for step in steps)),
+            sum(step.dropped for step in steps),
+        )
 
     def _say_unmet(self) -> None:
         """What was asked for and never came, so that nobody takes its absence for a pass."""

@@ -63,6 +63,8 @@ def register(handler: Handler) -> bool:
             kernel = functools.partial(_kernel, operator)
             _library(operator.namespace).impl(operator, kernel, _KEY_NAME, with_keyset=True)
     except Exception as error:  # whatever an older or newer torch does not have
+        if raised_by_handler(error):
+            raise
         _is_unable = True
         logger.warning(
             "torch %s does not show the operators inside backward, they are not captured: %s",

@@ -17,9 +17,10 @@ from dataclasses import replace
 from typing import Any
 
 from spool.capture.arena import Arena
-from spool.capture.spawn import Descriptor, start
+from spool.capture.spawn import pipe, start
 from spool.capture.wire import END, Frames, frame, plain_counts, task_message
 from spool.capture.writers import Done, Pull, Shard, Task, Writers, published
+from spool.errors import ignoring_refusals
 from spool.store import StepCounts, Store
 
 logger = logging.getLogger("spool")
@@ -76,26 +77,36 @@ class RemoteWriters:
         self._done = done
         self._lock = lock
         self._open: dict[int, Task] = {}
-        # Not a `threading.Event`: an exception of a signal handler could leave one locked.
-        self._wake = Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         self._is_idle = False
         self._stopping = False
         self._disk_full = False
         self._local: Writers | None = None
-        self._process, self._tasks, self._reports = start(arena.file)
-        setup = {
-            "root": str(store.root),
-            "rank": rank,
+        with contextlib.ExitStack() as undo:
+            # Not a `threading.Event`: an exception of a signal handler could leave one locked.
+            self._woken, self._wake = pipe()
+            undo.callback(self._woken.close)
+            undo.callback(self._wake.close)
+            os.set_blocking(self._woken.number, False)
+            os.set_blocking(self._wake.number, False)
+            self._process, self._tasks, self._reports = start(arena.file)
+            undo.callback(self.forget)
+            self._backlog = bytearray(frame(self._setup(kept, patience)))
+            self._thread = threading.Thread(target=self._run, name="spool-courier", daemon=True)
+            self._thread.start()
+            undo.pop_all()
+
+    def _setup(self, kept: Mapping[int, StepCounts], patience: float) -> dict[str, Any]:
+        """The first message."""
+        return {
+            "root": str(self._store.root),
+            "rank": self._rank,
             "kept": [(number, plain_counts(counts)) for number, counts in kept.items()],
-            "writers": count,
-            "max_wait": max_wait,
+            "writers": self._count,
+            "max_wait": self._max_wait,
             "patience": patience,
-            "file": arena.file,
-            "size": arena.size,
+            "file": self._arena.file,
+            "size": self._arena.size,
         }
-        self._backlog = bytearray(frame(setup))
-        self._thread = threading.Thread(target=self._run, name="spool-courier", daemon=True)
-        self._thread.start()
 
     @property
     def process(self) -> int:
@@ -107,24 +118,32 @@ class RemoteWriters:
         """Whether a writer waits for a full disk."""
         return self._disk_full if self._local is None else self._local.disk_full
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread here still reads the arena."""
+        return self._local is not None and self._local.is_busy
+
     def wake(self) -> None:
         """There is something to pull."""
         if self._local is not None:
             self._local.wake()
         elif self._is_idle and not self._stopping:
             self._is_idle = False
-            with contextlib.suppress(OSError):
-                os.eventfd_write(self._wake.number, 1)
+            self._ring()
+
+    def _ring(self) -> None:
+        with ignoring_refusals():
+            os.write(self._wake.number, b"!")
 
     def stop(self) -> None:
         """End the process; what is not done yet is not done any more."""
         self._stopping = True
         if self._local is not None:
             self._local.stop()
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake.number, 1)
+        self._ring()
         self._thread.join(_END_SECONDS + 1)
         self._wake.close()
+        self._woken.close()
 
     def forget(self) -> None:
         """Let go of the pipes; in a forked child, whose other ends are not its own."""
@@ -180,11 +199,11 @@ class RemoteWriters:
         if not self._is_idle:  # once more round, to see what came before it was
             self._is_idle = True
             return []
-        wake = self._wake.number
-        ready = _readable([reports, wake], _IDLE_SECONDS)
+        woken = self._woken.number
+        ready = _readable([reports, woken], _IDLE_SECONDS)
         self._is_idle = False
-        if wake in ready:
-            os.eventfd_read(self._wake.number)
+        if woken in ready:
+            os.read(self._woken.number, _READ)
         return ready
 
     def _end(self, frames: Frames) -> None:
@@ -194,7 +213,7 @@ class RemoteWriters:
             os.set_blocking(self._tasks.number, True)
             os.write(self._tasks.number, bytes(self._backlog) + frame(END))
         if not self._is_gone():
-            self._process.kill()
+            self._kill()
 
     def _is_gone(self) -> bool:
         """Wait a while for the process to end; whether it has."""
@@ -206,10 +225,14 @@ class RemoteWriters:
             os.waitpid(self._process.pid, os.WNOHANG)
         return not is_alive
 
-    def _give_up(self, frames: Frames) -> None:
-        """End a process that is stuck: what is not written now must not appear later."""
+    def _kill(self) -> None:
+        """End the process; it ends by itself too, when it sees the pipes closed."""
         self._process.kill()
         self._is_gone()
+
+    def _give_up(self, frames: Frames) -> None:
+        """End a process that is stuck: what is not written now must not appear later."""
+        self._kill()
         reports = self._reports.number
         while _readable([reports], 0) and (data := os.read(reports, _READ)):
             self._take_in(frames.feed(data))
@@ -220,8 +243,8 @@ class RemoteWriters:
 
     def _take_over(self, error: Exception) -> None:
         """Do here what the process has left."""
-        self._process.kill()
-        self._is_gone()
+        self.forget()
+        self._kill()
         what = f"is given up ({type(error).__name__}: {error})"
         if isinstance(error, (EOFError, BrokenPipeError)):
             what = "ended"
@@ -233,12 +256,16 @@ class RemoteWriters:
         self._local = Writers(
             self._store,
             self._arena.view(0, self._arena.size),
-            count=self._count,
+            count=self._count - 1,
             patience=self._max_wait,
             pull=self._pull_all,
             done=self._done,
             lock=self._lock,
         )
+        if self._stopping:
+            self._local.stop()
+        # This thread is one of them: where no other can be started it is the only one.
+        self._local.work()
 
     def _pull_all(self) -> list[tuple[int, Task]]:
         """What the process left, then what comes."""

@@ -14,6 +14,7 @@ import torch
 
 from spool.capture.live import Live
 from spool.capture.logs import ensure_visible
+from spool.capture.spawn import IN_WRITER
 from spool.config import CaptureConfig, load
 from spool.errors import ConfigError, SpoolError
 
@@ -173,6 +174,8 @@ def enable(
         )
         _current = Session(settings, rank, None)
         return _current
+    if IN_WRITER in os.environ:
+        return Session(settings, rank, None)  # enabled by what runs at the start of any Python
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # It imports the program again before it begins: what stands at the top of it runs.
         logger.info("a spawned child imports the program again: nothing is captured there")

@@ -47,6 +47,10 @@ class Backend(Protocol):
         """Whether a writer waits for a full disk."""
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a thread here still reads the arena, stuck in a write since before `stop`."""
+
+    @property
     def process(self) -> int:
         """Number of the process that writes, if it is another; else 0."""
 
@@ -297,13 +301,15 @@ class Sink:
             self._pull()
             self._stopping = True
         self.backend.stop()
+        self._landings.stop()
         with self._lock:
-            for record, ledger in self._pending.values():
+            # One at a time: an exception of a signal handler may strike, and it is begun again.
+            while self._pending:
+                record, ledger = self._pending.popitem()[1]
                 if record is not None:
                     ledger.pending -= 1
                     ledger.dropped += 1
                     ledger.skipped[WRITE_FAILED] += 1
-            self._pending.clear()
             self._state.notify_all()
 
     @property

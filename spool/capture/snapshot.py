@@ -156,7 +156,7 @@ class Landings:
 
     def __init__(self, landed: Callable[[Any, str], None]) -> None:
         self._landed = landed
-        self._queue: queue.SimpleQueue[tuple[Transfers, Any]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Transfers, Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def add(self, transfers: Transfers, what: object) -> None:
@@ -166,9 +166,13 @@ class Landings:
             self._thread = threading.Thread(target=self._run, name="spool-landing", daemon=True)
             self._thread.start()
 
+    def stop(self) -> None:
+        """End the thread, after what was given to it."""
+        self._queue.put(None)
+
     def _run(self) -> None:
-        while True:
-            transfers, what = self._queue.get()
+        while (item := self._queue.get()) is not None:
+            transfers, what = item
             error = ""
             try:
                 transfers.land()

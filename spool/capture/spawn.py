@@ -9,10 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from spool.capture.arena import above_standard
+from spool.errors import ignoring_refusals, is_of_system
 from spool.processes import Process
 
 WRITER = "spool.capture.writer_process"
 """Part of the command line of a writer process."""
+IN_WRITER = "SPOOL_IN_WRITER"
+"""Set in the environment of a writer process: what runs at the start of a Python may enable."""
 
 _START_SECONDS = 60.0
 _PID_BYTES = 4
@@ -34,6 +38,7 @@ class Descriptor:
     """A descriptor of ours, which is not used when it is another file's by now.
 
     Programs that become daemons close all descriptors there are; the numbers come again.
+    Pipes and files can be told from others, but not what is anonymous, such as an eventfd.
     """
 
     def __init__(self, file: int) -> None:
@@ -49,14 +54,17 @@ class Descriptor:
         OSError
             If the program has closed it.
         """
-        with contextlib.suppress(OSError):
+        try:
             if _identity(self._file) == self._identity:
                 return self._file
+        except OSError as error:
+            if not is_of_system(error):
+                raise
         raise OSError(errno.EBADF, "the program closed a descriptor of capture")
 
     def close(self) -> None:
         """Close it, if it is ours still and open."""
-        with contextlib.suppress(OSError):
+        with ignoring_refusals():
             os.close(self.number)
         self._identity = (-1, -1, -1)
 
@@ -66,33 +74,46 @@ def _identity(file: int) -> tuple[int, int, int]:
     return status.st_dev, status.st_ino, status.st_mode
 
 
+def pipe() -> tuple[Descriptor, Descriptor]:
+    """A pipe's ends, to read and to write."""
+    ends = [above_standard(file) for file in os.pipe()]
+    return Descriptor(ends[0]), Descriptor(ends[1])
+
+
 def start(memory: int) -> tuple[Process, Descriptor, Descriptor]:
-    """Start the process; the pipes that take tasks and that give what became of them."""
+    """Start the process; the pipes that take tasks and that give what became of them.
+
+    Raises
+    ------
+    OSError
+        If the system starts none, or one that ends at once.
+    """
+    if os.readlink("/proc/self") != str(os.getpid()):
+        raise OSError("/proc is of another set of processes")
     me = Process.of(os.getpid())
-    tasks_there, tasks = os.pipe()
-    reports, reports_there = os.pipe()
-    try:
-        arguments = [me.pid, me.started, tasks_there, reports_there]
+    with contextlib.ExitStack() as here, contextlib.ExitStack() as there:
+        tasks_there, tasks = pipe()
+        here.callback(tasks.close)
+        there.callback(tasks_there.close)
+        reports, reports_there = pipe()
+        here.callback(reports.close)
+        there.callback(reports_there.close)
+        os.set_blocking(tasks.number, False)
+        os.set_blocking(reports.number, False)
+        files = tasks_there.number, reports_there.number
         first = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, *map(str, arguments)],
+            [sys.executable, "-c", _PROGRAM, *map(str, (me.pid, me.started, *files))],
             # Whatever else runs at the start of a Python there may print.
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=(memory, tasks_there, reports_there),
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            pass_fds=(memory, *files),
+            env={**os.environ, IN_WRITER: "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
-        process = _child_of(first, reports)
-    except BaseException:
-        os.close(tasks)
-        os.close(reports)
-        raise
-    finally:
-        os.close(tasks_there)
-        os.close(reports_there)
-    os.set_blocking(tasks, False)
-    return process, Descriptor(tasks), Descriptor(reports)
+        process = _child_of(first, reports.number)
+        here.pop_all()
+    return process, tasks, reports
 
 
 def _child_of(first: subprocess.Popen[bytes], reports: int) -> Process:
@@ -100,10 +121,11 @@ def _child_of(first: subprocess.Popen[bytes], reports: int) -> Process:
     try:
         code = first.wait(_START_SECONDS)
     except subprocess.TimeoutExpired:
-        first.kill()
-        first.wait()
         raise OSError(f"it did not start within {_START_SECONDS:g} s") from None
-    os.set_blocking(reports, False)
+    finally:
+        if first.returncode is None:
+            first.kill()
+            first.wait()
     try:
         number = os.read(reports, _PID_BYTES)
     except BlockingIOError:

@@ -18,8 +18,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from spool.capture.arena import NAME as ARENA_NAME
 from spool.capture.wire import END, Frames, counts_of, done_message, frame, task_of
 from spool.capture.writers import Closing, Done, Shard, Task, Writers
 from spool.close import KILLED
@@ -79,6 +81,7 @@ class _Work:
     """
 
     def __init__(self, setup: dict[str, Any], reports: int) -> None:
+        self._began = time.time()
         self._store = Store.open(setup["root"])
         self._rank = setup["rank"]
         self._kept: dict[int, Any] = {n: counts_of(counts) for n, counts in setup["kept"]}
@@ -146,7 +149,15 @@ class _Work:
             for number, task in list(self._tasks.items()):
                 self._count(task, Done(number, error="given up"))
             steps = {**self._kept, **self._open}
-        self._close(RankCounts(steps, KILLED))
+        if self._is_ours():
+            self._close(RankCounts(steps, KILLED))
+
+    def _is_ours(self) -> bool:
+        """Whether nobody else has closed the rank meanwhile, or captures it."""
+        if self._store.rank_closed(self._rank) is not None:
+            return False
+        beat = self._store.read_heartbeat(self._rank)
+        return beat is None or beat.writer == os.getpid() or beat.time < self._began
 
     def _close(self, counts: RankCounts) -> None:
         end = time.monotonic() + self._patience
@@ -164,7 +175,7 @@ class _Work:
         """Tell who resumes that somebody still writes."""
         with contextlib.suppress(OSError, StoreError):
             beat = self._store.read_heartbeat(self._rank)
-            if beat is not None:
+            if beat is not None and beat.writer == os.getpid():
                 beat = dataclasses.replace(beat, time=time.time(), writer=os.getpid())
                 self._store.heartbeat(self._rank, beat)
 
@@ -195,19 +206,29 @@ def _serve(trainer: Process, tasks: int, reports: int) -> None:
                 work = _Work(message, reports)
             else:
                 work.put(*task_of(message))
-    if work is not None and _is_gone(trainer):
+    if work is not None and _has_left(trainer):
         work.close_orphaned()
 
 
-def _is_gone(trainer: Process) -> bool:
-    """Whether the training process has ended, rather than lost its end of the pipe.
+def _has_left(trainer: Process) -> bool:
+    """Whether the training process has ended, or become another program.
 
-    One that goes on writes by itself. A process that ends closes its files first.
+    Otherwise it has lost its end of the pipe, and writes by itself. A process that ends closes
+    its files first.
     """
     end = time.monotonic() + _END_SECONDS
-    while trainer.is_alive() and time.monotonic() < end:
+    while _captures(trainer) and time.monotonic() < end:
         time.sleep(0.01)
-    return not trainer.is_alive()
+    return not _captures(trainer)
+
+
+def _captures(trainer: Process) -> bool:
+    """Whether the training process lives and still holds the arena, as far as can be seen."""
+    try:
+        maps = Path(f"/proc/{trainer.pid}/maps").read_text(errors="replace")
+    except OSError:
+        return trainer.is_alive()
+    return trainer.is_alive() and ARENA_NAME in maps
 
 
 def _incoming(file: int, trainer: Process) -> Any:

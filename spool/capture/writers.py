@@ -5,6 +5,7 @@ They run in the writer process, or in the training process where there can be no
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import threading
@@ -83,6 +84,11 @@ class Done:
 class Writers:
     """Writes what it is given, in about that order.
 
+    Attributes
+    ----------
+    threads : int
+        How many there are; fewer than asked for if the system starts no more.
+
     Parameters
     ----------
     store : Store
@@ -123,8 +129,13 @@ class Writers:
         self._work = threading.Condition(lock)
         self._stopping = False
         self._disk_full = 0
-        for number in range(count):
-            threading.Thread(target=self._run, name=f"spool-writer-{number}", daemon=True).start()
+        self._busy = 0
+        self.threads = 0
+        with contextlib.suppress(RuntimeError):  # the system starts no more
+            for number in range(count):
+                name = f"spool-writer-{number}"
+                threading.Thread(target=self.work, name=name, daemon=True).start()
+                self.threads += 1
 
     def wake(self) -> None:
         """There is something to pull."""
@@ -149,7 +160,13 @@ class Writers:
         """Whether a writer waits for a full disk."""
         return self._disk_full > 0
 
-    def _run(self) -> None:
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread is at a task."""
+        return self._busy > 0
+
+    def work(self) -> None:
+        """Do tasks until `stop`; what every thread does."""
         while True:
             with self._lock:
                 self._queue.extend(self._pull())
@@ -160,6 +177,7 @@ class Writers:
                 if self._stopping:
                     return
                 number, task = self._queue.popleft()
+                self._busy += 1
                 if self._queue:
                     self._work.notify()
             try:
@@ -173,6 +191,8 @@ class Writers:
                 self._done(done)
             except Exception:
                 logger.exception("what became of a call could not be noted; writing goes on")
+            with self._lock:
+                self._busy -= 1
 
     def _publish(self, shard: Shard) -> int:
         if shard.is_again and (stored := published(self._store, shard)) is not None:
