@@ -8,11 +8,15 @@ from snakemake.utils import min_version
 min_version("9.27")
 
 from spool.errors import SpoolError
+from spool.files import restrict_umask
 from spool.gpus import gpus_to_use
 from spool.intake.feed import Feed
 from spool.settings import load_schema, load_settings
 
 BASE = Path(workflow.basedir)
+
+# For the directories that Snakemake makes for outputs and logs, here and in jobs.
+restrict_umask()
 
 
 configfile: BASE / "config" / "config.yaml"

@@ -5,7 +5,7 @@
 import sys
 from pathlib import Path
 
-from spool.files import atomic_write
+from spool.files import atomic_write, make_dirs
 from spool.job import job
 from spool.verdict import verdict
 
@@ -19,6 +19,6 @@ with job(snakemake.log[0]):
     # Printed at the end of the run, see rules/verdict.smk. The output says that all is
     # well; Snakemake refers to the log if it is not.
     target = Path(snakemake.log[0] if report.status else snakemake.output[0])
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_dirs(target.parent)
     atomic_write(target, report.text().encode() + b"\n")
     sys.exit(report.status)

@@ -9,9 +9,7 @@ what it tried, for the message.
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 import struct
 import zlib
 from dataclasses import dataclass
@@ -34,6 +32,7 @@ from spool._json_read import CallReader
 from spool.call import Call, Region
 from spool.dtypes import STORAGE_CODES
 from spool.errors import BadShard
+from spool.files import Refused, open_regular
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +95,9 @@ def read(path: Path, limits: Limits = DEFAULT_LIMITS) -> Call:
         error, stale handle): that says nothing about the shard.
     """
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise BadShard("a symbolic link, not a file") from error
-        if error.errno in (errno.ENXIO, errno.ENODEV):
-            raise BadShard("not a regular file") from error
-        raise
+        file = open_regular(path)
+    except Refused as error:
+        raise BadShard(str(error.strerror)) from error
     try:
         return _Reader(file, limits).read()
     finally:
@@ -113,10 +108,7 @@ class _Reader:
     def __init__(self, file: int, limits: Limits) -> None:
         self.file = file
         self.limits = limits
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):
-            raise BadShard("not a regular file")
-        self.size = status.st_size
+        self.size = os.fstat(file).st_size
         if self.size == 0:
             raise BadShard("the file is empty")
         if self.size > limits.file_bytes:

@@ -39,6 +39,17 @@ def ignoring_refusals() -> Iterator[None]:
             raise
 
 
+@contextmanager
+def about(path: object) -> Iterator[None]:
+    """Let what the system refuses name the file, which calls on a descriptor do not."""
+    try:
+        yield
+    except OSError as error:
+        if is_of_system(error) and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 class ConfigError(SpoolError):
     """A configuration key or value is not usable."""
 

@@ -3,29 +3,185 @@
 A file is written under a partial name in its own directory, synchronised, and
 renamed. The partial name says which process wrote it, so that what a killed
 process left behind can be told from what a living one is still writing.
+
+Everything that Spool makes gets its mode here, and every file that others may have put
+in place of one of ours is opened here: a link is not followed, a pipe not waited for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import functools
 import os
 import re
+import shutil
 import socket
+import stat
 import uuid
 import zlib
 from pathlib import Path
 
+from spool.errors import about, ignoring_refusals
 from spool.processes import is_running
 
+# Less the umask. Calls hold a training run's data: others than the group get nothing.
+FILE_MODE = 0o640
+DIRECTORY_MODE = 0o750
+
+
 _PARTIAL = re.compile(r"\..+\.(?P<host>[0-9a-f]{8})-(?P<pid>[1-9][0-9]{0,9})-[0-9a-f]{8}\.partial")
+
+
+class Refused(OSError):
+    """What lies there is no file that may be read; `strerror` says what it is."""
+
+
+def opener(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file of ours, for ``open(..., opener=opener)`` too; a new one gets `FILE_MODE`."""
+    if not flags & os.O_EXCL:
+        # What is there already may be a pipe, which is not waited for.
+        flags |= os.O_NONBLOCK
+    return above_standard(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE))
+
+
+def above_standard(file: int) -> int:
+    """A descriptor behind those of standard input, output and error, in place of one of these.
+
+    Where a program has closed these their numbers come again, but a child's are replaced,
+    and anybody may write to them.
+    """
+    if file > 2:
+        return file
+    higher = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(file)
+    return higher
+
+
+def make_dirs(path: Path) -> None:
+    """Make a directory, and those above it that are missing, durably, of `DIRECTORY_MODE`.
+
+    Raises
+    ------
+    OSError
+        As the system reports it; `FileExistsError` if a file is there.
+    """
+    try:
+        os.mkdir(path, DIRECTORY_MODE)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        return
+    except FileNotFoundError:
+        if path.parent == path:
+            raise
+        make_dirs(path.parent)
+        make_dirs(path)
+        return
+    with ignoring_refusals():  # a directory above that may be entered, but not read
+        fsync_dir(path.parent)
+
+
+def restrict_umask() -> None:
+    """Let other programs that make files in this process give them no more than ours have."""
+    os.umask(os.umask(0o077) | (0o777 & ~DIRECTORY_MODE))
+
+
+def open_regular(path: Path) -> int:
+    """Open a file that anybody may have put there, to be read.
+
+    Raises
+    ------
+    Refused
+        If it is a symbolic link, a pipe, or anything else that is not a regular file.
+    OSError
+        If the system cannot open it.
+    """
+    try:
+        file = opener(path, os.O_RDONLY)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Refused(errno.ELOOP, "a symbolic link, not a file", str(path)) from error
+        if error.errno in (errno.ENXIO, errno.ENODEV):
+            raise Refused(error.errno, "not a regular file", str(path)) from error
+        raise
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise Refused(errno.EINVAL, "not a regular file", str(path))
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """Read a file that anybody may have put there.
+
+    Parameters
+    ----------
+    path : Path
+    most : int
+        The most bytes that are taken in.
+
+    Raises
+    ------
+    Refused
+        If it is not a regular file, or larger.
+    OSError
+        If the system cannot read it.
+    """
+    with open(open_regular(path), "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise Refused(errno.EFBIG, f"larger than {most} bytes", str(path))
+    return data
+
+
+def is_regular(path: Path) -> bool:
+    """Whether a regular file lies there; a link to one is none."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def copy_open(source: int, target: Path) -> None:
+    """Copy an open file durably, and close it; `target` is whole or not there.
+
+    Raises
+    ------
+    OSError
+        As the system reports it; no partial file is left.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    with open(source, "rb") as reader:
+        # A file that somebody goes on writing has no end.
+        left = os.fstat(source).st_size
+        try:
+            with open(partial, "wb", opener=opener) as writer:
+                while left > 0 and (data := reader.read(min(left, 1 << 20))):
+                    writer.write(data)
+                    left -= len(data)
+                with about(target):
+                    writer.flush()
+                    os.fsync(writer.fileno())
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def delete(path: Path) -> None:
+    """Delete a file, a link as such, or a directory with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
 
 
 def fsync_dir(path: Path) -> None:
     """Make the entries of directory `path` durable."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(directory)
+        with about(path):
+            os.fsync(directory)
     finally:
         os.close(directory)
 
@@ -36,7 +192,7 @@ def atomic_write(path: Path, data: bytes, *, durable: bool = True) -> None:
     Parameters
     ----------
     path : Path
-        Its directory must exist. Mode 0640 less the umask.
+        Its directory must exist.
     data : bytes
     durable : bool
         Whether file and directory are synchronised (default), so that the file is
@@ -52,7 +208,7 @@ def atomic_write(path: Path, data: bytes, *, durable: bool = True) -> None:
         write_new(partial, data, durable=durable)
         os.replace(partial, path)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with ignoring_refusals():
             os.unlink(partial)
         raise
     if durable:
@@ -76,7 +232,7 @@ def exclusive_write(path: Path, data: bytes) -> bool:
         except FileExistsError:
             return False
     finally:
-        with contextlib.suppress(OSError):
+        with ignoring_refusals():
             os.unlink(partial)
     fsync_dir(path.parent)
     return True
@@ -84,14 +240,14 @@ def exclusive_write(path: Path, data: bytes) -> bool:
 
 def write_new(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Create `path`, which must not exist, with `data`."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    file = os.open(path, flags, 0o640)
+    file = opener(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         view = memoryview(data)
-        while view:
-            view = view[os.write(file, view) :]
-        if durable:
-            os.fsync(file)
+        with about(path):
+            while view:
+                view = view[os.write(file, view) :]
+            if durable:
+                os.fsync(file)
     finally:
         os.close(file)
 

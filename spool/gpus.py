@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spool.errors import ConfigError
+from spool.files import make_dirs, opener
 
 _DEVICE = re.compile(r"nvidia[0-9]+")
 # Between two rounds over GPUs that are all taken.
@@ -75,11 +76,11 @@ def claimed_gpu(locks: Path, gpus: Sequence[int]) -> Iterator[int | None]:
     if not gpus:
         yield None
         return
-    locks.mkdir(parents=True, exist_ok=True)
+    make_dirs(locks)
     host = os.uname().nodename
     while True:
         for gpu in gpus:
-            file = os.open(locks / f"{host}.{gpu}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+            file = opener(locks / f"{host}.{gpu}.lock", os.O_RDWR | os.O_CREAT)
             try:
                 if _try_lock(file):
                     yield gpu

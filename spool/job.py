@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from spool.errors import SpoolError, explain
+from spool.files import make_dirs, opener
 
 
 @contextmanager
@@ -41,6 +42,7 @@ def _fail(log: str, text: str) -> NoReturn:
     path = Path(log)
     # What fails may be the very disk that the log is on.
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        make_dirs(path.parent)
+        with open(path, "w", encoding="utf-8", opener=opener) as file:
+            file.write(text)
     raise SystemExit(1)

@@ -20,12 +20,13 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from spool.errors import SpoolError
-from spool.files import atomic_write
+from spool.files import atomic_write, make_dirs
 from spool.names import split_name
 from spool.records import CallKey
-from spool.workdir import WorkDir, read_json
+from spool.workdir import MAX_BYTES, WorkDir, read_json, shard_file, whole_number
 
 VERSION = 1
 
@@ -93,13 +94,10 @@ class Ledger:
             if data["version"] != VERSION:
                 raise ValueError(f"version {data['version']!r}")
             return cls(
-                directory=str(data["directory"]),
-                segments=tuple(int(number) for number in data["segments"]),
-                candidates=tuple(
-                    Candidate(CallKey(*key), str(file), int(nbytes), bool(kept))
-                    for key, file, nbytes, kept in data["candidates"]
-                ),
-                evict=tuple((int(step), str(file)) for step, file in data["evict"]),
+                directory=_directory(data["directory"]),
+                segments=tuple(whole_number(number) for number in data["segments"]),
+                candidates=tuple(_candidate(*item) for item in data["candidates"]),
+                evict=tuple((whole_number(step), shard_file(file)) for step, file in data["evict"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise LedgerError(
@@ -115,7 +113,7 @@ class Ledger:
             "candidates": [[list(c.key), c.file, c.nbytes, c.kept] for c in self.candidates],
             "evict": [list(item) for item in self.evict],
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_dirs(path.parent)
         atomic_write(path, json.dumps(data, separators=(",", ":")).encode() + b"\n")
 
     @property
@@ -146,6 +144,20 @@ def directory_of(work: WorkDir, failed_dir: str) -> str:
         return "failed"
     root, directory = work.root.absolute(), Path(failed_dir)
     return str(directory.relative_to(root) if directory.is_relative_to(root) else directory)
+
+
+def _directory(value: object) -> str:
+    if not isinstance(value, str) or ".." in Path(value).parts:
+        raise ValueError(f"{value!r:.80} is not a directory for shards")
+    return value
+
+
+def _candidate(key: list[Any], file: object, nbytes: object, kept: object) -> Candidate:
+    step, order, element, name = key
+    call = CallKey(whole_number(step), whole_number(order), whole_number(element), name)
+    if shard_file(file) != f"{call.order:06d}.{name}.h5":
+        raise ValueError(f"{file!r:.80} is not the shard of its call")
+    return Candidate(call, str(file), whole_number(nbytes, MAX_BYTES), kept is True)
 
 
 def _way_out(path: Path) -> str:

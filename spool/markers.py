@@ -1,11 +1,12 @@
 """The small JSON files of a spool directory: what a run, a step and a rank say.
 
-Whoever reads one may meet a file of another program or version, so types are
-checked, and an error names file and member.
+Whoever reads one may meet a file of another program or version, or of somebody who means
+harm, so types and ranges are checked, and an error names file and member.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import time
@@ -14,13 +15,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from spool.beneath import read_beneath, refusal
 from spool.errors import StoreError
+from spool.files import Refused
 
 FORMAT_VERSION = 1
 
 # A marker is small; one that is not is not ours.
 _MAX_MARKER = 16 << 20
 _NUMBER = re.compile("0|[1-9][0-9]{0,11}")
+# No number that Spool writes is larger, and whoever adds some up stays within 64 bits.
+_MAX_VALUE = 1 << 53
+_MAX_TEXT = 4096
+# What would act on a terminal or make two lines of one, or cannot be printed.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +131,7 @@ def to_json(marker: RunInfo | StepCounts | RankCounts | Heartbeat) -> bytes:
 
 def load_run(path: Path) -> RunInfo | None:
     """Read ``run.json``, or None if there is none; a newer format is an error."""
-    record = _load(path)
+    record = _load(path.parent, path)
     if record is None:
         return None
     version = record.get("format")
@@ -141,35 +149,44 @@ def load_run(path: Path) -> RunInfo | None:
 Marker = TypeVar("Marker", StepCounts, Heartbeat)
 
 
-def load(kind: type[Marker], path: Path) -> Marker | None:
-    """Read a marker of one kind, or None if there is none.
+def load(kind: type[Marker], root: Path, path: Path) -> Marker | None:
+    """Read a marker of one kind, which lies below `root`, or None if there is none.
 
     Raises
     ------
     StoreError
         If it cannot be read or is not what `to_json` writes.
     """
-    record = _load(path)
+    record = _load(root, path)
     if record is None:
         return None
     marker: Marker = _make(kind, record, path)
     return marker
 
 
-def load_rank(path: Path) -> RankCounts | None:
+def load_rank(root: Path, path: Path) -> RankCounts | None:
     """Read the marker of a complete rank, or None if there is none."""
-    record = _load(path)
-    if record is None:
-        return None
+    record = _load(root, path)
+    return None if record is None else rank_counts(record, path)
+
+
+def rank_counts(record: dict[str, Any], path: Path) -> RankCounts:
+    """Check what a rank was closed with, as it stands in the file `path`.
+
+    Raises
+    ------
+    StoreError
+        If it is not what `to_json` writes.
+    """
     steps, reason = record.get("steps"), record.get("reason")
-    if type(steps) is not dict or type(reason) is not str:
+    if type(steps) is not dict or not _fits(reason, "str"):
         raise StoreError(_malformed(path))
     counts = {}
     for number, item in steps.items():
         if not _NUMBER.fullmatch(number) or type(item) is not dict:
             raise StoreError(_malformed(path, "steps"))
         counts[int(number)] = _make(StepCounts, item, path)
-    return RankCounts(counts, reason)
+    return RankCounts(counts, str(reason))
 
 
 def takes_path(root: Path, rank: int) -> Path:
@@ -183,10 +200,10 @@ def takes_to_json(takes: dict[int, int]) -> bytes:
     return (json.dumps(record) + "\n").encode()
 
 
-def load_takes(path: Path) -> dict[int, int]:
+def load_takes(root: Path, rank: int) -> dict[int, int]:
     """Read how often each step of a rank was deleted; nothing is there if none was."""
-    takes = {}
-    for step, count in (_load(path) or {}).items():
+    path, takes = takes_path(root, rank), {}
+    for step, count in (_load(root, path) or {}).items():
         if not _NUMBER.fullmatch(step) or not _fits(count, "int"):
             raise StoreError(_malformed(path, step))
         takes[int(step)] = count
@@ -210,7 +227,7 @@ def require_take(root: Path, run_id: str, rank: int, step: int, take: int) -> No
             f"{root}: another run began there, and nothing of it is touched; "
             "check it with another work_dir"
         )
-    if root.is_dir() and load_takes(takes_path(root, rank)).get(step, 0) != take:
+    if root.is_dir() and load_takes(root, rank).get(step, 0) != take:
         raise captured_anew(root, rank, step)
 
 
@@ -222,17 +239,21 @@ def captured_anew(root: Path, rank: int, step: int) -> StoreError:
     )
 
 
-def _load(path: Path) -> dict[str, Any] | None:
+def _load(root: Path, path: Path) -> dict[str, Any] | None:
     """Read a marker, or None if there is none."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_MARKER + 1)
+        data = read_beneath(root, path, _MAX_MARKER)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except Refused as error:
+        # Waiting would not mend it: no cause that looks like trouble with the mount.
+        raise (
+            StoreError(_malformed(path)) if error.errno == errno.EFBIG else refusal(path)
+        ) from None
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
     try:
-        record = json.loads(data) if len(data) <= _MAX_MARKER else None
+        record = json.loads(data)
     except (ValueError, RecursionError):
         record = None
     if type(record) is not dict:
@@ -272,12 +293,16 @@ def _fits(value: Any, kind: str) -> bool:
     if not isinstance(value, _TYPES[kind]) or (type(value) is bool and kind != "bool"):
         return False
     if kind == "int":
-        return bool(value >= 0)
+        return bool(0 <= value < _MAX_VALUE)
+    if kind == "float":
+        return bool(-_MAX_VALUE < value < _MAX_VALUE)
+    if kind == "str":
+        return len(value) <= _MAX_TEXT and not _CONTROL.search(value)
     if kind.startswith("dict"):
-        return all(_fits(item, kind[10:-1]) for item in value.values())
+        return all(_fits(key, "str") and _fits(item, kind[10:-1]) for key, item in value.items())
     return True
 
 
 def _malformed(path: Path, name: str = "") -> str:
-    where = f"{path}, member {name!r}," if name else str(path)
+    where = f"{path}, member {name!r:.80}," if name else str(path)
     return f"{where} is not what Spool writes: restore the file or clear the spool"

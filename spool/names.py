@@ -13,6 +13,7 @@ NAME = re.compile(
     r"(?P<api>[A-Za-z][A-Za-z0-9]*(?:\.[A-Za-z_][A-Za-z0-9_]*)+)\.(?P<index>0|[1-9][0-9]{0,11})"
 )
 MAX_NAME = 200
+_SHARD_FILE = re.compile(r"(?P<order>[0-9]{6,12})\.(?P<name>.{1,200})\.h5")
 PREFIXES = ("Functional", "Tensor", "Torch", "NPU", "Aten")
 
 # torch reports `a + b` as Tensor.add, but `a - 1` and `a ** 2` under names of their own,
@@ -70,6 +71,18 @@ def split_name(name: str) -> tuple[str, int]:
     if match is None:
         raise ValueError(f"not a call name: {name[:80]!r}")
     return match["api"], int(match["index"])
+
+
+def parse_shard_name(file: str) -> tuple[int, str] | None:
+    """Return order and call name of a shard's file name, or None if it is not one."""
+    match = _SHARD_FILE.fullmatch(file)
+    if match is None or f"{int(match['order']):06d}" != match["order"]:
+        return None
+    try:
+        split_name(match["name"])
+    except ValueError:
+        return None
+    return int(match["order"]), match["name"]
 
 
 def base_name(name: str) -> str:

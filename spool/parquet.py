@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from functools import cache
 from itertools import groupby, repeat
@@ -28,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spool.errors import SpoolError
-from spool.files import atomic_write
+from spool.files import atomic_write, make_dirs, read_regular
 from spool.records import (
     CallHeader,
     CallKey,
@@ -42,6 +43,8 @@ from spool.standards.rows import RECORD_FIELDS, OutputMeasurement, Route, Status
 
 VERSION = 1
 ROW_GROUP = 4096
+# Most bytes of a file that is read; a segment's rows are far fewer.
+MAX_TABLE = 8 << 30
 _KEY = b"spool"
 _OPTIONS = {"row_group_size": ROW_GROUP, "compression": "zstd", "write_statistics": False}
 
@@ -101,31 +104,33 @@ def read_measured(path: Path, select: Callable[[str], bool] | None = None) -> li
         If the file is missing, torn, of another kind or version.
     """
     file, _ = _open(path, "measured")
-    table = file.read()
-    if select is not None:
-        table = table.filter(pa.array(map(cache(select), _column(table, "call_name")), pa.bool_()))
+    with _usable(path):
+        table = _typed(file.read(), _measured_schema())
+        if select is not None:
+            names = _column(table, "call_name")
+            table = table.filter(pa.array(map(cache(select), names), pa.bool_()))
+        return list(_measured_rows(table))
+
+
+def _measured_rows(table: Any) -> Iterator[MeasuredRow]:
     headers = _rows(table, [f"call_{name}" for name, _ in _header_columns()])
     own = _rows(table, ["outcome", "reason", "inputs", "has_output"])
     names = list(RECORD_FIELDS)
     records = _rows(table, [f"m_{name}" for name in names])
-    rows = []
     for header, (outcome, reason, inputs, has_output), values in zip(
         headers, own, records, strict=True
     ):
         output = None
         if has_output:
-            try:
-                output = OutputMeasurement.from_record(dict(zip(names, values, strict=True)))
-            except ValueError as error:
-                raise TableError(f"{path}: {error}") from None
-        rows.append(MeasuredRow(CallHeader(*header), Outcome(outcome), reason, output, inputs))
-    return rows
+            output = OutputMeasurement.from_record(dict(zip(names, values, strict=True)))
+        yield MeasuredRow(CallHeader(*header), Outcome(outcome), reason, output, inputs)
 
 
 def read_meta(path: Path) -> dict[str, str]:
     """Return the facts given to `write_measured`, without reading the rows."""
     _, info = _open(path, "measured")
-    return {str(key): str(value) for key, value in info["meta"].items()}
+    with _usable(path):
+        return {str(key): str(value) for key, value in info["meta"].items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +199,13 @@ def write_verdicts(
 def read_verdict_info(path: Path) -> VerdictInfo:
     """Return the facts about a verdict file, without reading its rows."""
     _, meta = _open(path, "verdicts")
-    facts = dict(meta["info"])
-    for name in ("first", "last"):
-        facts[name] = None if facts[name] is None else CallKey(*facts[name])
-    return VerdictInfo(**{**facts, "route": Route(facts["route"])})
+    with _usable(path):
+        facts = dict(meta["info"])
+        for name in ("first", "last"):
+            facts[name] = None if facts[name] is None else _call_key(*facts[name])
+        for name in ("rank", "step", "segment", "calls", "not_selected"):
+            _require(type(facts[name]) is int and facts[name] >= 0, name)
+        return VerdictInfo(**{**facts, "route": Route(facts["route"])})
 
 
 def read_verdicts(path: Path, details: bool = True) -> Iterator[CallVerdict]:
@@ -215,9 +223,10 @@ def read_verdicts(path: Path, details: bool = True) -> Iterator[CallVerdict]:
         If the file is missing, torn, of another kind or of a newer version.
     """
     file, _ = _open(path, "verdicts")
-    for _, group in groupby(_verdict_rows(file, details), key=lambda row: row[0]):
-        rows = list(group)
-        yield _call_verdict(rows[0][1], tuple(row for _, _, row in rows if row.output >= 0))
+    with _usable(path):
+        for _, group in groupby(_verdict_rows(file, details), key=lambda row: row[0]):
+            rows = list(group)
+            yield _call_verdict(rows[0][1], tuple(row for _, _, row in rows if row.output >= 0))
 
 
 _VerdictRow = tuple[CallKey, tuple[Any, ...], OutputVerdict]
@@ -229,11 +238,11 @@ def _verdict_rows(file: Any, details: bool) -> Iterator[_VerdictRow]:
     headers = [name[2:] for name in wanted]
     places = [names.index(name) for name in ("step", "order", "index", "name")]
     for number in range(file.num_row_groups):
-        table = file.read_row_group(number)
+        table = _typed(file.read_row_group(number), _verdict_schema(()))
         heads = _rows(table, names)
         cells = _rows(table, wanted) if wanted else repeat((), table.num_rows)
         for head, output, values in zip(heads, _column(table, "output"), cells, strict=True):
-            key = CallKey(*(head[place] for place in places))
+            key = _call_key(*(head[place] for place in places))
             yield key, head, OutputVerdict(output, dict(zip(headers, values, strict=True)))
 
 
@@ -314,14 +323,14 @@ def _write(
     table = pa.table(columns, schema=schema.with_metadata({_KEY: text.encode()}))
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, **_OPTIONS)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_dirs(path.parent)
     atomic_write(path, sink.getvalue().to_pybytes())
 
 
 def _open(path: Path, kind: str) -> tuple[Any, dict[str, Any]]:
     try:
         # Read whole: a file on a network mount may be replaced while it is open.
-        file = pq.ParquetFile(pa.py_buffer(path.read_bytes()))
+        file = pq.ParquetFile(pa.py_buffer(read_regular(path, MAX_TABLE)))
         info = json.loads((file.schema_arrow.metadata or {})[_KEY])
         found, version = info["kind"], info["version"]
     except OSError as error:
@@ -336,6 +345,35 @@ def _open(path: Path, kind: str) -> tuple[Any, dict[str, Any]]:
             f"{path}: table version {version}, this program reads {VERSION}; install a newer Spool"
         )
     return file, info
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    """Make one line of whatever a table's contents, which anybody may have written, bring about."""
+    try:
+        yield
+    except (pa.ArrowException, AttributeError, KeyError, TypeError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise TableError(f"{path}: not a table of Spool: {why:.200}; {_way_out(path)}") from None
+
+
+def _require(is_sound: bool, what: str) -> None:
+    if not is_sound:
+        raise ValueError(f"{what} is not what it must be")
+
+
+def _call_key(step: Any, order: Any, element: Any, name: Any) -> CallKey:
+    _require(all(type(number) is int for number in (step, order, element)), "a call's place")
+    _require(type(name) is str, "a call's name")
+    return CallKey(step, order, element, name)
+
+
+def _typed(table: Any, schema: Any) -> Any:
+    """Return `table` if the columns that it shares with `schema` are of the same types."""
+    for field in schema:
+        if field.name in table.schema.names:
+            _require(table.schema.field(field.name).type == field.type, field.name)
+    return table
 
 
 def _way_out(path: Path) -> str:

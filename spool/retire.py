@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import os
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from spool.errors import SpoolError
-from spool.files import fsync_dir
+from spool.files import copy_open, fsync_dir, is_regular, make_dirs, open_regular, opener
 from spool.ledger import Candidate, Ledger, choose, directory_of, ledger_path, load_ledger, relevant
 from spool.records import CallVerdict, Outcome
 from spool.settings import RetireSettings
@@ -68,7 +66,7 @@ def retire_segment(
     """
     record = Segment.load(segment)
     work = WorkDir(segment.absolute().parents[2])
-    manifests = [Manifest.find(work.batch(record.rank, number)) for number in record.batches]
+    manifests = [_manifest(work, record, number) for number in record.batches]
     failing, quarantined = _judged(record, manifests, two_way, three_way)
     if settings.retain != "all":
         limit = settings.max_failed_bytes // max(1, ranks)
@@ -97,6 +95,17 @@ def retire_segment(
             "quarantined": len(quarantined),
         },
     )
+
+
+def _manifest(work: WorkDir, record: Segment, number: int) -> Manifest:
+    path = work.batch(record.rank, number)
+    manifest = Manifest.find(path)
+    if manifest.step != record.step:
+        raise RetireError(
+            f"{path}: of step {manifest.step}, but its segment {record.segment} is of step "
+            f"{record.step}; nothing was deleted; remove the segment and rerun"
+        )
+    return manifest
 
 
 def _judged(
@@ -135,11 +144,14 @@ def _judged(
 
 def _require_spool(record: Segment, manifests: Sequence[Manifest]) -> None:
     for manifest in manifests:
-        if not manifest.step_dir.is_dir():
+        try:
+            with manifest.opened():
+                pass
+        except (FileNotFoundError, NotADirectoryError):
             raise RetireError(
                 f"{manifest.step_dir}: the shards of segment {record.segment} are not there; "
                 "mount the spool and rerun"
-            )
+            ) from None
 
 
 def _settle(
@@ -151,7 +163,7 @@ def _settle(
     work: WorkDir,
 ) -> Ledger:
     """The ledger with the segment's failing calls taken in and everything decided."""
-    places = {shard.file: manifest.step_dir for manifest in manifests for shard in manifest.shards}
+    there = _in_spool(manifests, {call.shard for call in failing})
     known = {candidate.key for candidate in ledger.candidates}
     ledger = replace(ledger, directory=ledger.directory or directory_of(work, settings.failed_dir))
 
@@ -163,7 +175,7 @@ def _settle(
         for call in failing
         if call.key not in known
         # What a lost ledger had kept is there already.
-        and ((places[call.shard] / call.shard).exists() or kept_path(call).exists())
+        and (call.shard in there or is_regular(kept_path(call)))
     ]
     candidates = sorted([*ledger.candidates, *fresh])
     keep = choose(candidates, settings.keep_per_api, limit)
@@ -177,6 +189,27 @@ def _settle(
     )
 
 
+def _in_spool(manifests: Sequence[Manifest], files: set[str]) -> set[str]:
+    """Those of some shards that lie in the spool, and are files."""
+    return {
+        shard.file
+        for manifest, here in _opened(manifests)
+        for shard in manifest.shards
+        if shard.file in files and is_regular(here / shard.file)
+    }
+
+
+def _opened(manifests: Sequence[Manifest]) -> Iterator[tuple[Manifest, Path]]:
+    """Each manifest with its directory in the spool, open until the next; not those without."""
+    for manifest in manifests:
+        with ExitStack() as stack:
+            try:
+                here = stack.enter_context(manifest.opened())
+            except FileNotFoundError:
+                continue
+            yield manifest, here
+
+
 def _act(
     ledger: Ledger,
     record: Segment,
@@ -186,74 +219,66 @@ def _act(
 ) -> None:
     """Do what the ledger says; each step may have been done already."""
     for step, file in ledger.evict:
-        _delete(ledger.path(work, record.rank, step, file))
+        path = ledger.path(work, record.rank, step, file)
+        _delete(path, path)
     kept = ledger.kept
     directory = ledger.path(work, record.rank, record.step, "_").parent
-    shards = [manifest.step_dir / shard.file for manifest in manifests for shard in manifest.shards]
-    for shard in shards:
-        if (record.step, shard.name) in kept:
-            _move(shard, directory / shard.name)
-    if directory.is_dir():
-        fsync_dir(directory)
-    for shard in shards:
-        if shard.name not in quarantined:
-            _delete(shard)
+    for manifest, here in _opened(manifests):
+        # By these names messages call what is reached by way of the open directory.
+        shards = [manifest.step_dir / shard.file for shard in manifest.shards]
+        for shard in shards:
+            if (record.step, shard.name) in kept:
+                _move(here / shard.name, directory / shard.name, shard)
+        if directory.is_dir():
+            fsync_dir(directory)
+        for shard in shards:
+            if shard.name not in quarantined:
+                _delete(here / shard.name, shard)
 
 
-def _delete(path: Path) -> None:
+def _delete(path: Path, name: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
         raise RetireError(
-            f"{path}: cannot delete the shard: {error.strerror}; make it writable, or set "
+            f"{name}: cannot delete the shard: {error.strerror}; make it writable, or set "
             "retain=all, and rerun"
         ) from None
 
 
-def _move(source: Path, target: Path) -> None:
-    """Move a file if it is there.
+def _move(source: Path, target: Path, name: Path) -> None:
+    """Move a file if it is there; what is no file is not followed, and stays.
 
     Across file systems it is copied, and the source stays: the caller deletes it when
     the copy is durable.
     """
-    try:
-        size = source.stat().st_size
-    except FileNotFoundError:
+    if not is_regular(source):
         return
-    if target.exists() and target.stat().st_size == size:
+    if is_regular(target) and target.stat().st_size == source.lstat().st_size:
         return
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_dirs(target.parent)
         try:
             source.rename(target)
         except OSError as error:
             # A spool that may only be read can still be copied from.
             if error.errno not in (errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
-            _copy(source, target)
+            copy_open(open_regular(source), target)
+        if not is_regular(target):
+            # Something else took the shard's place just now.
+            target.unlink()
     except OSError as error:
         raise RetireError(
-            f"{source}: cannot keep the shard in {target.parent}: {error.strerror}; "
+            f"{name}: cannot keep the shard in {target.parent}: {error.strerror}; "
             "make room or set another error_data_path, and rerun"
         ) from None
-
-
-def _copy(source: Path, target: Path) -> None:
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        with source.open("rb") as reader, partial.open("wb") as writer:
-            shutil.copyfileobj(reader, writer, 1 << 20)
-            writer.flush()
-            os.fsync(writer.fileno())
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[Path]:
     """Hold the lock of a ledger: one segment of a rank is retired at a time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(".ledger.lock").open("w") as handle:
+    make_dirs(path.parent)
+    with open(path.with_name(".ledger.lock"), "w", opener=opener) as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield path

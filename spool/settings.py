@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -58,12 +58,16 @@ class _Json:
         if set(data) != known:
             odd = sorted(set(data) ^ known)
             raise ConfigError(f"{cls.__name__}: {odd[0]}: unknown or missing; rerun the workflow")
-        return cls(
-            **{
-                key: tuple(value) if isinstance(value, list) else value
-                for key, value in data.items()
-            }
-        )
+        values = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
+        }
+        for item in fields(cls):
+            if not _is_of(values[item.name], str(item.type), item.metadata.get("choices")):
+                raise ConfigError(
+                    f"{cls.__name__}: {item.name}: {values[item.name]!r:.80} is not allowed; "
+                    "rerun the workflow"
+                )
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,8 @@ class ReplaySettings(_Json):
         Seconds after which one call is given up.
     """
 
-    bench_device: str = "auto"
-    golden: str = "cpu"
+    bench_device: str = field(default="auto", metadata={"choices": ("auto", "cuda", "cpu")})
+    golden: str = field(default="cpu", metadata={"choices": ("cpu", "bench")})
     threads: int = 2
     gpu: int | None = None
     allow_tf32: bool = False
@@ -138,7 +142,7 @@ class RetireSettings(_Json):
         Absolute directory for them; "" is ``<work>/failed``.
     """
 
-    retain: str = "failed"
+    retain: str = field(default="failed", metadata={"choices": ("failed", "all", "none")})
     keep_per_api: int = 20
     max_failed_bytes: int = 20 * 10**9
     failed_dir: str = ""
@@ -467,6 +471,28 @@ def _validate(values: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
     raise ConfigError(
         f"config: {'.'.join(names)}: {value!r} is not allowed; it must be {allowed['description']}"
     )
+
+
+_KINDS: dict[str, Any] = {
+    "bool": bool,
+    "int": int,
+    "int | None": (int, type(None)),
+    "float": (int, float),
+    "str": str,
+    "tuple[str, ...]": tuple,
+    "dict[str, Any]": dict,
+}
+
+
+def _is_of(value: Any, kind: str, choices: Sequence[str] | None) -> bool:
+    """Whether a value from a settings file is of a field's type, and one of its choices."""
+    if not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
+        return False
+    if isinstance(value, tuple):
+        return all(isinstance(item, str) for item in value)
+    if isinstance(value, (int, float)):
+        return 0 <= value < 1 << 63
+    return choices is None or value in choices
 
 
 def _plain(value: Any) -> Any:

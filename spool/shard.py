@@ -20,7 +20,6 @@ while a large tensor is checksummed or written.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import zlib
 from collections.abc import Sequence
@@ -35,7 +34,8 @@ from spool._json_read import check_identity
 from spool._shard_read import DEFAULT_LIMITS, Limits, NewerShard, read
 from spool.call import Call, Region
 from spool.dtypes import STORAGE_CODES
-from spool.errors import BadShard
+from spool.errors import BadShard, about, ignoring_refusals
+from spool.files import opener
 
 __all__ = [
     "FORMAT_VERSION",
@@ -122,13 +122,13 @@ def write(call: Call | Draft, path: Path) -> int:
         As the system reports it (disk full, file exists, ...).
     """
     parts = _parts(draft_of(call) if isinstance(call, Call) else call)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    file = os.open(path, flags, 0o640)
+    file = opener(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        size = _write_all(file, parts)
-        os.fsync(file)
+        with about(path):
+            size = _write_all(file, parts)
+            os.fsync(file)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with ignoring_refusals():
             os.unlink(path)
         raise
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 from spool.errors import StoreError
 from spool.intake.progress import failing_calls
 from spool.store import Store
-from spool.workdir import Manifest, WorkDir, read_json
+from spool.workdir import Bound, Manifest, WorkDir
 
 
 def status_lines(spool_dir: Path | None, work_dir: Path, now: float | None = None) -> Iterator[str]:
@@ -30,11 +30,11 @@ def status_lines(spool_dir: Path | None, work_dir: Path, now: float | None = Non
         If there is no readable spool, or the work directory belongs to another run.
     """
     work = WorkDir(work_dir)
-    bound = read_json(work.run, "record of a run") if work.run.exists() else {}
-    store = Store.open(spool_dir or Path(str(bound.get("spool", "spool-data"))))
-    if bound and bound.get("run_id") != store.run.run_id:
+    bound = Bound.load(work.run)
+    store = Store.open(spool_dir or Path(bound.spool if bound else "spool-data"))
+    if bound and bound.run_id != store.run.run_id:
         raise StoreError(
-            f"{work_dir}: holds another run, that of {bound.get('spool')}; "
+            f"{work_dir}: holds another run, that of {bound.spool}; "
             "name the work directory of this one: --work-dir DIR"
         )
     now = time.time() if now is None else now

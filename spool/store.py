@@ -12,7 +12,8 @@
 
 A shard appears whole or not at all and is never modified. A marker is written
 only after everything it counts is durable, so whoever finds one may rely on it.
-Numbers and names are checked before they become paths.
+Numbers and names are checked before they become paths. The directory itself may be
+reached over links; whoever reads or deletes follows none below it (`spool.beneath`).
 """
 
 from __future__ import annotations
@@ -21,21 +22,24 @@ import contextlib
 import errno
 import os
 import re
-import shutil
 import threading
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from spool import shard
+from spool.beneath import beneath
 from spool.call import Call
-from spool.errors import StoreError
+from spool.errors import StoreError, is_of_system
 from spool.files import (
+    DIRECTORY_MODE,
     atomic_write,
+    delete,
     exclusive_write,
     fsync_dir,
     is_abandoned,
     is_partial,
+    make_dirs,
     partial_path,
 )
 from spool.markers import (
@@ -52,7 +56,7 @@ from spool.markers import (
     takes_to_json,
     to_json,
 )
-from spool.names import split_name
+from spool.names import parse_shard_name, split_name
 from spool.shard import Draft
 
 __all__ = [
@@ -64,6 +68,7 @@ __all__ = [
     "Store",
     "atomic_write",
     "fsync_dir",
+    "parse_shard_name",
 ]
 
 MAX_RANK = 10**6 - 1
@@ -75,7 +80,6 @@ _NUMBER = "(0|[1-9][0-9]{0,11})"
 _RANK_DIR = re.compile(f"rank{_NUMBER}")
 _STEP_DIR = re.compile(f"step{_NUMBER}")
 _TAKES = re.compile(f"rank{_NUMBER}\\.takes\\.json")
-_SHARD = re.compile(r"(?P<order>[0-9]{6,12})\.(?P<name>.{1,200})\.h5")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +129,14 @@ class Store:
         """
         root = Path(root).absolute()
         try:
-            root.mkdir(mode=0o750, parents=True, exist_ok=True)
-            if not (root / _RUN).exists():
+            make_dirs(root)
+            if not os.path.lexists(root / _RUN):
                 exclusive_write(root / _RUN, to_json(new_run(versions)))
         except FileExistsError:
             raise StoreError(f"{root} is a file, not a directory: name another spool") from None
         except OSError as error:
+            if not is_of_system(error):
+                raise
             if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
                 problem = "its file system has no hard links: use a directory on NFS or a disk"
             else:
@@ -202,24 +208,20 @@ class Store:
 
     def close_step(self, rank: int, step: int, counts: StepCounts) -> None:
         """Mark a step as complete, after its shards are durable."""
-        directory = self.step_dir(rank, step)
-        self._make_dir(directory)
-        self.sync()
-        atomic_write(directory / _CLOSED, to_json(counts))
+        self._close(self.step_dir(rank, step), counts)
 
     def close_rank(self, rank: int, counts: RankCounts) -> None:
         """Mark a rank as complete, after its shards are durable."""
-        directory = self.rank_dir(rank)
-        self._make_dir(directory)
-        self.sync()
-        atomic_write(directory / _CLOSED, to_json(counts))
+        self._close(self.rank_dir(rank), counts)
 
     def reopen_rank(self, rank: int) -> None:
         """Take a rank's mark of completion away: a training run resumes."""
-        directory = self.rank_dir(rank)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(directory / _CLOSED)
-            fsync_dir(directory)
+        with (
+            contextlib.suppress(FileNotFoundError),
+            beneath(self.root, self.rank_dir(rank)) as here,
+        ):
+            os.unlink(here / _CLOSED)
+            fsync_dir(here)
 
     def heartbeat(self, rank: int, beat: Heartbeat) -> None:
         """Leave a sign of life. Not durable: a stale one says the same as none."""
@@ -231,36 +233,45 @@ class Store:
 
     def step_closed(self, rank: int, step: int) -> StepCounts | None:
         """Return the counts of a complete step, or None while it is open."""
-        return load(StepCounts, self.step_dir(rank, step) / _CLOSED)
+        return load(StepCounts, self.root, self.step_dir(rank, step) / _CLOSED)
 
     def rank_closed(self, rank: int) -> RankCounts | None:
         """Return the counts of a complete rank, or None while it is open."""
-        return load_rank(self.rank_dir(rank) / _CLOSED)
+        return load_rank(self.root, self.rank_dir(rank) / _CLOSED)
 
     def takes(self, rank: int) -> dict[int, int]:
         """Return how often steps of a rank were deleted to be captured anew; 0 where absent.
 
         Shards of one name are of one call only if they are of one take of their step.
         """
-        return load_takes(takes_path(self.root, rank))
+        return load_takes(self.root, rank)
 
     def read_heartbeat(self, rank: int) -> Heartbeat | None:
         """Return the last sign of life of a rank, or None if it left none."""
-        return load(Heartbeat, self.rank_dir(rank) / _HEARTBEAT)
+        return load(Heartbeat, self.root, self.rank_dir(rank) / _HEARTBEAT)
 
     def ranks(self) -> list[int]:
         """Return the ranks that have a directory, in order."""
-        return _numbered(self.root, _RANK_DIR, MAX_RANK)
+        with self._scan(self.root) as items:
+            names = [item.name for item in items if item.is_dir(follow_symlinks=False)]
+        return _numbers(names, _RANK_DIR, MAX_RANK)
 
     def steps(self, rank: int) -> list[int]:
-        """Return the steps of a rank that have a directory, in order."""
-        return _numbered(self.rank_dir(rank), _STEP_DIR, MAX_STEP)
+        """Return the steps of a rank that have a directory, in order.
+
+        A link of such a name is listed, so that its reader can refuse it.
+        """
+        with self._scan(self.rank_dir(rank)) as items:
+            names = [
+                item.name
+                for item in items
+                if item.is_dir(follow_symlinks=False) or item.is_symlink()
+            ]
+        return _numbers(names, _STEP_DIR, MAX_STEP)
 
     def unclosed_steps(self, rank: int) -> list[int]:
         """Return the steps of a rank that are not marked as complete, in order."""
-        return [
-            step for step in self.steps(rank) if not (self.step_dir(rank, step) / _CLOSED).exists()
-        ]
+        return [step for step in self.steps(rank) if not self._is_closed(rank, step)]
 
     def shards(self, rank: int, step: int, known: Container[str] = ()) -> list[ShardEntry]:
         """List the published shards of a step in execution order.
@@ -276,17 +287,22 @@ class Store:
         Dot files and names that no shard can have are ignored. What has a shard's
         name but is no file is listed, so that its reader can refuse it.
         """
+        with self._scan(self.step_dir(rank, step)) as items:
+            names = [item.name for item in items if item.name not in known]
+        return self.look_up(rank, step, names)
+
+    def look_up(self, rank: int, step: int, names: Iterable[str]) -> list[ShardEntry]:
+        """As `shards`, of file names that are known already; some may be gone."""
         entries = []
-        with _scan(self.step_dir(rank, step)) as items:
-            for item in items:
-                parsed = None if item.name in known else parse_shard_name(item.name)
+        directory = self.step_dir(rank, step)
+        with contextlib.suppress(FileNotFoundError), beneath(self.root, directory) as here:
+            for name in names:
+                parsed = parse_shard_name(name)
                 if parsed is None:
                     continue
-                try:
-                    nbytes = item.stat(follow_symlinks=False).st_size
-                except FileNotFoundError:
-                    continue
-                entries.append(ShardEntry(rank, step, *parsed, Path(item.path), nbytes))
+                with contextlib.suppress(FileNotFoundError):
+                    nbytes = os.lstat(here / name).st_size
+                    entries.append(ShardEntry(rank, step, *parsed, directory / name, nbytes))
         entries.sort(key=lambda entry: (entry.sort_key, entry.name))
         return entries
 
@@ -340,14 +356,16 @@ class Store:
         directories = [self.rank_dir(rank)]
         directories += [self.step_dir(rank, step) for step in self.steps(rank)]
         for directory in directories:
-            with _scan(directory) as items:
-                names = [item.name for item in items if is_partial(item.name)]
-            for name in names:
-                gone = is_abandoned(name)
-                if gone or (gone is None and foreign):
-                    with contextlib.suppress(FileNotFoundError):
-                        _delete(directory / name)
-                        count += 1
+            with (
+                contextlib.suppress(FileNotFoundError),
+                beneath(self.root, directory) as here,
+            ):
+                for name in filter(is_partial, os.listdir(here)):
+                    gone = is_abandoned(name)
+                    if gone or (gone is None and foreign):
+                        with contextlib.suppress(FileNotFoundError):
+                            delete(here / name)
+                            count += 1
         return count
 
     def drop_step(self, rank: int, step: int) -> None:
@@ -359,7 +377,7 @@ class Store:
             If the step is complete.
         """
         directory = self.step_dir(rank, step)
-        if (directory / _CLOSED).exists():
+        if self._is_closed(rank, step):
             raise StoreError(f"{directory} is complete and stays: capture other steps")
         if directory.is_dir():
             self._count_takes(rank, [step])
@@ -377,7 +395,7 @@ class Store:
             return
         for number in self.ranks():
             self._remove(self.rank_dir(number))
-        with _scan(self.root) as items:
+        with self._scan(self.root) as items:
             takes = [item.name for item in items if _TAKES.fullmatch(item.name)]
         for name in (_RUN, *takes):
             with contextlib.suppress(FileNotFoundError):
@@ -394,15 +412,41 @@ class Store:
     def _remove(self, directory: Path) -> None:
         # Under a name that is not a rank's or step's first: a kill in between must
         # not leave half of one that looks whole.
-        doomed = partial_path(directory)
-        try:
-            os.rename(directory, doomed)
-        except FileNotFoundError:
-            return
-        with self._lock:
-            self._made.clear()
-        shutil.rmtree(doomed)
-        fsync_dir(directory.parent)
+        with (
+            contextlib.suppress(FileNotFoundError),
+            beneath(self.root, directory.parent) as here,
+        ):
+            doomed = partial_path(here / directory.name)
+            os.rename(here / directory.name, doomed)
+            with self._lock:
+                self._made.clear()
+            delete(doomed)
+            fsync_dir(here)
+
+    def _close(self, directory: Path, counts: StepCounts | RankCounts) -> None:
+        self._make_dir(directory)
+        self.sync()
+        with beneath(self.root, directory) as here:
+            atomic_write(here / _CLOSED, to_json(counts))
+
+    def _is_closed(self, rank: int, step: int) -> bool:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            beneath(self.root, self.step_dir(rank, step)) as here,
+        ):
+            return os.path.lexists(here / _CLOSED)
+        return False
+
+    @contextlib.contextmanager
+    def _scan(self, directory: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
+        """`os.scandir`, with nothing in it if the directory is not there."""
+        with contextlib.ExitStack() as stack:
+            try:
+                items = os.scandir(stack.enter_context(beneath(self.root, directory)))
+            except (FileNotFoundError, NotADirectoryError):
+                yield iter(())
+                return
+            yield stack.enter_context(items)
 
     def _make_dir(self, directory: Path) -> None:
         if directory in self._made:
@@ -412,30 +456,10 @@ class Store:
             missing.append(missing[-1].parent)
         for path in reversed(missing):
             with contextlib.suppress(FileExistsError):
-                os.mkdir(path, 0o750)
+                os.mkdir(path, DIRECTORY_MODE)
                 fsync_dir(path.parent)
         with self._lock:
             self._made.add(directory)
-
-
-def parse_shard_name(name: str) -> tuple[int, str] | None:
-    """Return order and call name of a shard's file name, or None if it is not one."""
-    match = _SHARD.fullmatch(name)
-    if match is None or f"{int(match['order']):06d}" != match["order"]:
-        return None
-    try:
-        split_name(match["name"])
-    except ValueError:
-        return None
-    return int(match["order"]), match["name"]
-
-
-def _delete(path: Path) -> None:
-    """Delete a partial file, or a directory that was being removed."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        os.unlink(path)
 
 
 def _checked(number: int, most: int, what: str) -> int:
@@ -444,30 +468,16 @@ def _checked(number: int, most: int, what: str) -> int:
     return number
 
 
-@contextlib.contextmanager
-def _scan(directory: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
-    """`os.scandir`, with nothing in it if the directory is not there."""
-    try:
-        items = os.scandir(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        yield iter(())
-        return
-    with items:
-        yield items
-
-
-def _numbered(directory: Path, pattern: re.Pattern[str], most: int) -> list[int]:
-    with _scan(directory) as items:
-        matches = [
-            pattern.fullmatch(item.name) for item in items if item.is_dir(follow_symlinks=False)
-        ]
+def _numbers(names: Iterable[str], pattern: re.Pattern[str], most: int) -> list[int]:
+    matches = map(pattern.fullmatch, names)
     numbers = [int(match[1]) for match in matches if match is not None]
     return sorted(number for number in numbers if number <= most)
 
 
 def _usage(directory: Path) -> int:
+    """Bytes of all files in a directory; none if it goes away meanwhile."""
     total = 0
-    with _scan(directory) as items:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory) as items:
         for item in items:
             if item.is_dir(follow_symlinks=False):
                 total += _usage(Path(item.path))

@@ -32,7 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from spool.files import fsync_dir, is_abandoned, partial_path
+from spool.errors import about
+from spool.files import fsync_dir, is_abandoned, make_dirs, opener, partial_path
 from spool.parquet import TableError as TableError
 from spool.parquet import VerdictInfo as VerdictInfo
 from spool.parquet import read_measured as read_measured
@@ -258,16 +259,17 @@ def open_table(
     of `path` when the block ends without an exception, and removed otherwise. What a
     killed writer left of the same table is removed too.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_dirs(path.parent)
     for left in path.parent.glob(f".{path.name}.*.partial"):
         if is_abandoned(left.name):
             left.unlink(missing_ok=True)
     partial = partial_path(path)
     try:
-        with partial.open("w", encoding="utf-8-sig", newline="") as handle:
+        with open(partial, "w", encoding="utf-8-sig", newline="", opener=opener) as handle:
             yield CsvTable(handle, columns, precision, significant)
-            handle.flush()
-            os.fsync(handle.fileno())
+            with about(path):
+                handle.flush()
+                os.fsync(handle.fileno())
         partial.replace(path)
         fsync_dir(path.parent)
     finally:

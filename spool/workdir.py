@@ -24,10 +24,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spool.workfiles import WorkDirError, read_json, whole_number, write_if_changed
-from spool.workrecords import MAX_BATCHES_PER_SEGMENT, Bound, Manifest, RankEnd, Segment, ShardRef
+from spool.workrecords import (
+    MAX_BATCHES_PER_SEGMENT,
+    MAX_BYTES,
+    Bound,
+    Manifest,
+    RankEnd,
+    Segment,
+    ShardRef,
+    shard_file,
+)
 
 __all__ = [
     "MAX_BATCHES_PER_SEGMENT",
+    "MAX_BYTES",
     "Bound",
     "Manifest",
     "RankEnd",
@@ -36,6 +46,8 @@ __all__ = [
     "WorkDir",
     "WorkDirError",
     "read_json",
+    "shard_file",
+    "whole_number",
     "write_if_changed",
 ]
 

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from spool.errors import SpoolError
-from spool.files import atomic_write
+from spool.files import atomic_write, make_dirs, read_regular
 
 # File systems round times; one that is later by so much is later on all of them.
 _LATER_NS = 1_000_000_000
 MAX_NUMBER = 10**12
+# A manifest of a million shards is smaller.
+_MAX_FILE = 256 << 20
 
 
 class WorkDirError(SpoolError):
@@ -43,7 +45,7 @@ def read_json(path: Path, kind: str, way_out: str = "remove it and rerun") -> di
         If the file cannot be read or is not a JSON object.
     """
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_regular(path, _MAX_FILE))
     except OSError as error:
         raise WorkDirError(f"{path}: cannot read the {kind}: {error.strerror}") from None
     except (ValueError, RecursionError):
@@ -71,10 +73,10 @@ def write_if_changed(path: Path, data: dict[str, Any], after: Iterable[Path] = (
     """
     content = json.dumps(data, indent=1, sort_keys=False).encode() + b"\n"
     try:
-        if path.read_bytes() == content:
+        if read_regular(path, len(content)) == content:
             return False
     except OSError:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_dirs(path.parent)
     atomic_write(path, content)
     newest = max(map(_modified, after), default=0)
     if newest >= path.stat().st_mtime_ns:
@@ -93,5 +95,5 @@ def _modified(path: Path) -> int:
 def whole_number(value: object, limit: int = MAX_NUMBER) -> int:
     """Return `value` if it is an int from 0 and below `limit`; else raise ValueError."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
-        raise ValueError(f"{value!r} is not a whole number from 0")
+        raise ValueError(f"{value!r:.80} is not a whole number from 0")
     return value

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from spool.markers import require_take
-from spool.names import split_name
+from spool.beneath import beneath
+from spool.errors import StoreError
+from spool.markers import rank_counts, require_take
+from spool.names import parse_shard_name
 from spool.workfiles import WorkDirError, read_json, whole_number, write_if_changed
 
 VERSION = 1
 MAX_BATCHES_PER_SEGMENT = 8
-MAX_BYTES = 1 << 62
-
-_SHARD_FILE = re.compile(r"(?P<order>[0-9]{6,12})\.(?P<name>.+)\.h5")
+# Of a file, as the system counts.
+MAX_BYTES = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +88,18 @@ class _Record:
         try:
             if data.get("version") != VERSION:
                 raise ValueError(f"version {data.get('version')!r}, this program reads {VERSION}")
-            return cls._parse(data)
+            record = cls._parse(data)
+            if (path.parent.name, path.name) != record.place:
+                raise ValueError(f"it belongs to {'/'.join(record.place)}")
+            return record
         except (KeyError, TypeError, ValueError) as error:
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise WorkDirError(f"{path}: not a usable {cls.KIND}: {what}; {cls.WAY_OUT}") from None
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Names of the record's directory and file, by what it holds."""
+        raise NotImplementedError
 
     @classmethod
     def _parse(cls: type[_R], data: dict[str, Any]) -> _R:
@@ -168,13 +178,28 @@ class Manifest(_Record):
         Raises
         ------
         WorkDirError
-            As `load`, and if the work directory's record of its run is unusable.
+            As `load`, and if the work directory's record of its run is unusable, or that of
+            another run.
         """
         manifest = cls.load(path)
         run = Bound.load(path.absolute().parents[2] / "run.json")
-        if run is None or run.run_id != manifest.run_id:
+        if run is None:
             return manifest
+        if run.run_id != manifest.run_id:
+            raise WorkDirError(
+                f"{path}: not a usable {cls.KIND}: it is of another run than the work directory; "
+                f"{cls.WAY_OUT}"
+            )
         return replace(manifest, spool=run.spool)
+
+    def opened(self) -> AbstractContextManager[Path]:
+        """Open the spool's directory that holds the shards, see `spool.beneath.beneath`."""
+        return beneath(Path(self.spool), self.step_dir)
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Names of the record's directory and file, by what it holds."""
+        return f"rank{self.rank}", f"{self.batch:06d}.json"
 
     def require_take(self) -> None:
         """Make sure that the spool still holds these shards, not others of the same names.
@@ -213,9 +238,9 @@ class Manifest(_Record):
     def _parse(cls, data: dict[str, Any]) -> Manifest:
         spool = _text(data["spool"])
         if not Path(spool).is_absolute():
-            raise ValueError(f"spool {spool!r} is not an absolute path")
+            raise ValueError(f"spool {spool!r:.80} is not an absolute path")
         shards = tuple(
-            ShardRef(_shard_file(item["file"]), whole_number(item["bytes"], MAX_BYTES))
+            ShardRef(shard_file(item["file"]), whole_number(item["bytes"], MAX_BYTES))
             for item in data["shards"]
         )
         if not shards:
@@ -244,6 +269,11 @@ class Segment(_Record):
     segment: int
     batches: tuple[int, ...]
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """Names of the record's directory and file, by what it holds."""
+        return f"rank{self.rank}", f"{self.segment:06d}.json"
+
     def to_json(self) -> dict[str, Any]:
         """Return the segment as plain JSON values."""
         return {
@@ -260,7 +290,7 @@ class Segment(_Record):
         if not 1 <= len(batches) <= MAX_BATCHES_PER_SEGMENT or list(batches) != sorted(
             set(batches)
         ):
-            raise ValueError(f"batches {list(batches)} are not 1 to 8 ascending numbers")
+            raise ValueError("its batches are not 1 to 8 ascending numbers")
         return cls(
             rank=whole_number(data["rank"]),
             step=whole_number(data["step"]),
@@ -303,6 +333,11 @@ class RankEnd(_Record):
     missing: dict[int, int] = field(default_factory=dict)
     note: str = ""
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """Names of the record's directory and file, by what it holds."""
+        return "ends", f"rank{self.rank}.json"
+
     def to_json(self) -> dict[str, Any]:
         """Return the end as plain JSON values."""
         return {
@@ -321,11 +356,16 @@ class RankEnd(_Record):
     @classmethod
     def _parse(cls, data: dict[str, Any]) -> RankEnd:
         expected = data["expected"]
-        if expected is not None and not isinstance(expected, dict):
-            raise ValueError("expected is neither an object nor null")
+        if expected is not None:
+            if not isinstance(expected, dict):
+                raise ValueError("expected is neither an object nor null")
+            try:
+                rank_counts(expected, Path("expected"))
+            except StoreError:
+                raise ValueError("expected is not what a rank is closed with") from None
         timestamp = _text(data["timestamp"])
         if re.fullmatch(r"[0-9]{14}", timestamp) is None:
-            raise ValueError(f"timestamp {timestamp!r} is not YYYYmmddHHMMSS")
+            raise ValueError(f"timestamp {timestamp!r:.80} is not YYYYmmddHHMMSS")
         return cls(
             rank=whole_number(data["rank"]),
             run_id=_text(data["run_id"]),
@@ -341,19 +381,18 @@ class RankEnd(_Record):
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a string")
+        raise ValueError(f"{value!r:.80} is not a string")
     return value
 
 
 def _counts(value: object) -> dict[int, int]:
     if not isinstance(value, dict):
-        raise ValueError(f"{value!r} is not an object")
-    return {whole_number(int(step)): whole_number(count) for step, count in value.items()}
+        raise ValueError(f"{value!r:.80} is not an object")
+    return {whole_number(int(step)): whole_number(n, MAX_BYTES) for step, n in value.items()}
 
 
-def _shard_file(value: object) -> str:
-    match = _SHARD_FILE.fullmatch(_text(value))
-    if match is None:
-        raise ValueError(f"{value!r} is not a shard's file name")
-    split_name(match["name"])
-    return match[0]
+def shard_file(value: object) -> str:
+    """Return `value` if it is a shard's file name; else raise ValueError."""
+    if parse_shard_name(_text(value)) is None:
+        raise ValueError(f"{value!r:.80} is not a shard's file name")
+    return str(value)

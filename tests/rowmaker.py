@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from spool.markers import StepCounts
 from spool.names import split_name
 from spool.records import CallHeader, CallVerdict, MeasuredRow, Outcome, OutputVerdict
 from spool.standards.rows import (
@@ -243,7 +244,10 @@ class Run:
             "expected": closed,
             "missing": {},
         }
-        RankEnd(**{**values, **self.end}).save(self.work.end(self.rank))
+        values.update(self.end)
+        if values["expected"] is not None:
+            values["expected"] = whole(values["expected"])
+        RankEnd(**values).save(self.work.end(self.rank))
 
     def shard(self, step: int, file: str) -> Path:
         return self.spool / f"rank{self.rank}" / f"step{step}" / file
@@ -278,3 +282,11 @@ def write_segment(
 
 def with_nan(call: CallVerdict) -> CallVerdict:
     return replace(call, worst_value=float("nan"), worst_metric="max_abs", worst_output=0)
+
+
+def whole(closed: dict[str, Any]) -> dict[str, Any]:
+    """What a rank was closed with, and every member that is not given."""
+    steps = {
+        step: {**asdict(StepCounts(0, 0)), **counts} for step, counts in closed["steps"].items()
+    }
+    return {"reason": "disabled", **closed, "steps": steps}

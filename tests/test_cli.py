@@ -192,9 +192,9 @@ def test_status_takes_the_spool_that_the_work_directory_follows(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, other = make_spool(here / "one"), make_spool(here / "other")
-    write_if_changed(WorkDir(here / "work").run, {"run_id": one.run.run_id, "spool": "one"})
+    write_if_changed(WorkDir(here / "work").run, {"run_id": one.run.run_id, "spool": str(one.root)})
     assert main(["status"]) == 0
     assert f"{here / 'one'}: run of " in capsys.readouterr().out
     assert main(["status", "--spool-dir", "other"]) == 2
-    assert "work: holds another run, that of one" in capsys.readouterr().err
+    assert f"work: holds another run, that of {one.root}" in capsys.readouterr().err
     assert other.run.run_id != one.run.run_id

@@ -20,6 +20,7 @@ from rowmaker import (
     three_way_output,
     two_way_output,
     unmeasured,
+    whole,
     write_segment,
 )
 
@@ -382,7 +383,7 @@ def whole_run(
             RetireSettings(keep_per_api=1),
         )
     found = {0: len(rest[0]), 3: len(rest[3])}
-    closed = {"steps": {str(step): {"shards": n} for step, n in found.items()}}
+    closed = whole({"steps": {str(step): {"shards": n} for step, n in found.items()}})
     numbers = tuple(number for number, _ in segments)
     RankEnd(0, "run", TIMESTAMP, numbers, batch, found, closed).save(work.end(0))
     tables = merge_rank(work.root, 0, root / "results")

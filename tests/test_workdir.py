@@ -74,7 +74,7 @@ def test_numbers_found_ignore_what_is_not_ours(tmp_path: Path) -> None:
 def test_a_record_comes_back_as_it_was(
     tmp_path: Path, record: Manifest | Segment | RankEnd
 ) -> None:
-    path = tmp_path / "deep" / "record.json"
+    path = tmp_path.joinpath(*record.place)
     assert record.save(path)
     assert type(record).load(path) == record
     # The time of an unchanged file stays, so that nothing is made again.
@@ -153,9 +153,10 @@ def test_write_if_changed_creates_the_directory(tmp_path: Path) -> None:
 
 
 def test_a_manifest_without_take_is_of_the_first(tmp_path: Path) -> None:
-    path = tmp_path / "manifest.json"
+    path = tmp_path.joinpath(*MANIFEST.place)
     data = replace(MANIFEST, take=3).to_json()
     assert data.pop("take") == 3
+    path.parent.mkdir()
     path.write_text(json.dumps(data))
     assert Manifest.load(path) == MANIFEST
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import fcntl
 import mmap
 import os
 import weakref
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spool.errors import StoreError, is_of_system
+from spool.files import above_standard
 
 NAME = "spool-arena"
 """By which the system's list of a process's memory shows an arena."""
@@ -131,19 +131,6 @@ class Arena:
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Some bytes, not copied."""
         return self._view[offset : offset + nbytes]
-
-
-def above_standard(file: int) -> int:
-    """A descriptor behind those of standard input, output and error, closing a lower one.
-
-    Where a program has closed these their numbers come again, but a child's are replaced,
-    and anybody may write to them.
-    """
-    if file > 2:
-        return file
-    higher = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 3)
-    os.close(file)
-    return higher
 
 
 def _memory(sizes: list[int]) -> tuple[int, np.ndarray[Any, Any]]:

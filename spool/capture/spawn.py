@@ -9,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from spool.capture.arena import above_standard
 from spool.errors import ignoring_refusals, is_of_system
+from spool.files import above_standard
 from spool.processes import Process
 
 WRITER = "spool.capture.writer_process"

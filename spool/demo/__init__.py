@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from spool.errors import SpoolError
+from spool.files import FILE_MODE, make_dirs, opener
 from spool.workflow import require_checker, workflow_dir
 
 
@@ -48,7 +49,7 @@ def main(directory: Path, cores: int = 2) -> int:
     )
     print("2. checking: the workflow follows the spool while training runs", flush=True)
     log = directory / "workflow.log"
-    with log.open("w") as sink:
+    with open(log, "w", opener=opener) as sink:
         checker = subprocess.Popen(workflow_command(cores), cwd=directory, stdout=sink, stderr=sink)
         try:
             train(directory)
@@ -72,8 +73,8 @@ def prepare(directory: Path) -> None:
                 "name another place: spool demo --dir DIR"
             )
         shutil.rmtree(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    marker.touch()
+    make_dirs(directory)
+    marker.touch(FILE_MODE)
 
 
 def workflow_command(cores: int) -> list[str]:

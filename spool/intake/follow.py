@@ -7,6 +7,8 @@ reads the manifests back and goes on with what no manifest names.
 from __future__ import annotations
 
 import errno
+import os
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -151,7 +153,7 @@ class Intake(threading.Thread):
 
     def _look(self) -> bool:
         store = self._find_store()
-        if store is None or not (self._root / "run.json").exists():
+        if store is None or not os.path.lexists(self._root / "run.json"):
             if self._root.exists():
                 self._remind("spool", f"waiting for a spool in {self._root}")
             else:
@@ -191,7 +193,7 @@ class Intake(threading.Thread):
         from spool.store import Store
 
         # run.json appears last: before it there is nothing to read.
-        if self._store is None and (self._root / "run.json").exists():
+        if self._store is None and os.path.lexists(self._root / "run.json"):
             store = Store.open(self._root)
             self._check_run(store)
             ranks = [
@@ -203,6 +205,11 @@ class Intake(threading.Thread):
             # A mount that fails in here is tried again: from the start, and for every rank.
             restored = [follower.restore() for follower in ranks]
             self._store, self._ranks = store, ranks
+            if os.geteuid() == 0 and self._root.stat().st_mode & stat.S_IWOTH:
+                self._say(
+                    f"{self._root}: anybody may write there, and what they write is replayed as "
+                    "root; run as another user, or take that right away: chmod o-w"
+                )
             for follower, found in zip(ranks, restored, strict=True):
                 self._queue(follower, found)
         return self._store

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from spool.errors import SpoolError
+from spool.errors import SpoolError, about, ignoring_refusals
+from spool.files import make_dirs, opener
 from spool.processes import Process, start_ticks
 
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -97,15 +98,16 @@ class WorkLock:
             If a living process holds it, or one of another host, of which
             nothing can be known from here.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        make_dirs(self.path.parent)
+        file = opener(self.path, os.O_RDWR | os.O_CREAT)
         try:
             locked = _flock(file)
             owner = Owner.parse(_read(file))
             self._refuse(owner, locked)
             if owner is not None:
                 print(f"spool: {self.path}: {owner} is gone; taking over", file=sys.stderr)
-            _write(file, json.dumps(asdict(Owner.me())))
+            with about(self.path):
+                _write(file, json.dumps(asdict(Owner.me())))
         except BaseException:
             os.close(file)
             raise
@@ -115,9 +117,10 @@ class WorkLock:
         """Give the lock back; harmless if it is not held."""
         if self._file is None:
             return
-        _write(self._file, "")
-        os.close(self._file)
-        self._file = None
+        file, self._file = self._file, None
+        with ignoring_refusals():  # then it is that of an owner who is gone
+            _write(file, "")
+        os.close(file)
 
     def force(self) -> Owner | None:
         """Take the lock from an owner on another host, and give it back.
@@ -134,7 +137,7 @@ class WorkLock:
         """
         if not self.path.exists():
             return None
-        file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        file = opener(self.path, os.O_RDWR)
         try:
             locked = _flock(file)
             owner = Owner.parse(_read(file))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spool.intake.ledger import Clock, RankLedger
 from spool.intake.remind import Reminder
 from spool.intake.targets import rank_tables
 from spool.intake.watch import Hints
+from spool.markers import to_json
 from spool.settings import Settings
-from spool.store import parse_shard_name
 from spool.workdir import RankEnd, ShardRef
 
 if TYPE_CHECKING:
@@ -64,7 +61,6 @@ class RankFollower:
         self._settings = settings
         self._remind = remind
         self._clock = clock
-        self._directory = store.root / f"rank{rank}"
         self._beat: Heartbeat | None = None
         self._alive = clock()
         self._over_since: float | None = None
@@ -120,6 +116,7 @@ class RankFollower:
 
     def await_first(self, there: Iterable[int]) -> Found:
         """Wait for a rank that is not in the spool, or give it up after `idle_timeout`."""
+        self._store.rank_closed(self.rank)  # refuses what is there and is no directory
         silent, timeout = self._clock() - self._alive, self._settings.idle_timeout
         ranks = ", ".join(map(str, sorted(there))) or "none"
         if self._settings.watch and not (timeout and silent >= timeout):
@@ -160,15 +157,11 @@ class RankFollower:
         """Shards that a listing finds, or those of the names that are there."""
         known = self.ledger.known(step)
         if names is None:
-            for entry in self._store.shards(self.rank, step, known):
-                yield ShardRef(entry.path.name, entry.nbytes)
-            return
-        for name in sorted(names - known):
-            if parse_shard_name(name) is not None:
-                # A hint may be of a file that is gone again.
-                with contextlib.suppress(FileNotFoundError):
-                    size = os.lstat(self._directory / f"step{step}" / name).st_size
-                    yield ShardRef(name, size)
+            entries = self._store.shards(self.rank, step, known)
+        else:
+            entries = self._store.look_up(self.rank, step, names - known)
+        for entry in entries:
+            yield ShardRef(entry.path.name, entry.nbytes)
 
     def _check_takes(self) -> list[int]:
         """Steps that are captured anew and begin from nothing here too."""
@@ -235,7 +228,7 @@ class RankFollower:
             segments=tuple(self.ledger.segments),
             batches=len(self.ledger.sizes),
             found=found,
-            expected=_read(self._directory / "closed.json") if closed else None,
+            expected=json.loads(to_json(closed)) if closed else None,
             missing=missing,
             note=self._note,
         )
@@ -245,8 +238,3 @@ class RankFollower:
         )
         self.is_ended = True
         return end
-
-
-def _read(path: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(path.read_bytes())
-    return data

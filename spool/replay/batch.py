@@ -18,18 +18,27 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from spool.errors import explain
+from spool.files import (
+    atomic_write,
+    copy_open,
+    fsync_dir,
+    is_regular,
+    make_dirs,
+    open_regular,
+    opener,
+    read_regular,
+)
 from spool.gpus import visible_gpus
-from spool.parquet import read_measured, read_meta, write_measured
-from spool.records import CallHeader, MeasuredRow, Outcome
+from spool.parquet import MAX_TABLE, read_measured, read_meta, write_measured
+from spool.records import MeasuredRow, Outcome
 from spool.replay.journal import Progress, recover
-from spool.replay.result import CallResult, header_of_file
+from spool.replay.result import CallResult, header_from_json, header_of_file, is_same_call
 from spool.replay.supervise import Job, ReplayError, run_workers
 from spool.settings import ReplaySettings
 from spool.standards.rows import SCHEMA_VERSION
-from spool.store import atomic_write, fsync_dir
 from spool.workdir import Manifest, WorkDir
 
 _JOURNAL_VERSION = 1
@@ -68,7 +77,7 @@ def _replay_batch(manifest: Path, work_dir: Path, output: Path, settings: Replay
     work = WorkDir(work_dir)
     measured = work.measured(record.rank, record.batch)
     journal = measured.with_name(f".{measured.stem}.journal")
-    measured.parent.mkdir(parents=True, exist_ok=True)
+    make_dirs(measured.parent)
     with _locked(journal, f"rank {record.rank} batch {record.batch}") as unfinished:
         if measured.exists():
             _say_kept(measured, record, settings)
@@ -92,22 +101,30 @@ def _measure(job: Job, record: Manifest) -> list[MeasuredRow]:
         return recover(job.journal, identity)
 
     progress = run_workers(job, len(record.shards), reload(), reload)
-    results = [
-        _result(record, number, progress, job.settings) for number in range(len(record.shards))
-    ]
+    try:
+        results = [_result(record, number, progress) for number in range(len(record.shards))]
+    except ValueError as error:
+        raise ReplayError(
+            f"{job.journal}: not a usable journal: {error}; remove it and rerun"
+        ) from None
     results.sort(key=lambda result: result.header.key)
     return [row for result in results for row in result.rows()]
 
 
-def _result(
-    record: Manifest, number: int, progress: Progress, settings: ReplaySettings
-) -> CallResult:
+def _result(record: Manifest, number: int, progress: Progress) -> CallResult:
+    blank = header_of_file(record, record.shards[number])
     if number in progress.done:
-        return CallResult.from_json(progress.done[number])
-    header = header_of_file(record, record.shards[number])
-    if number in progress.headers:
-        header = CallHeader(**progress.headers[number])
-    return CallResult(header, Outcome.REPLAY_FAILED, progress.lost[number])
+        result = CallResult.from_json(progress.done[number])
+    else:
+        header = progress.headers.get(number)
+        result = CallResult(
+            blank if header is None else header_from_json(header),
+            Outcome.REPLAY_FAILED,
+            progress.lost[number],
+        )
+    if not is_same_call(result.header, blank):
+        raise ValueError(f"its record {number} is of another shard")
+    return result
 
 
 def _identity(record: Manifest, settings: ReplaySettings) -> dict[str, Any]:
@@ -158,7 +175,7 @@ def _write_once(measured: Path, rows: list[MeasuredRow], facts: dict[str, str]) 
 
 def _publish(measured: Path, output: Path) -> None:
     """Make `output` show the measured rows, newer than whatever they were made from."""
-    output.parent.mkdir(parents=True, exist_ok=True)
+    make_dirs(output.parent)
     partial = output.with_name(f".{output.name}.{uuid.uuid4().hex}.partial")
     try:
         os.link(measured, partial)
@@ -167,21 +184,34 @@ def _publish(measured: Path, output: Path) -> None:
         output.unlink(missing_ok=True)
         os.replace(partial, output)
     except OSError:
-        atomic_write(output, measured.read_bytes())
+        atomic_write(output, read_regular(measured, MAX_TABLE))
     finally:
         partial.unlink(missing_ok=True)
 
 
 def _quarantine(record: Manifest, work: WorkDir, rows: list[MeasuredRow]) -> None:
-    """Set unusable shards aside, each with its reason; what is moved already stays."""
+    """Set unusable shards aside, each with its reason; what is moved already stays.
+
+    Raises
+    ------
+    ReplayError
+        If the rows name a shard that is not the batch's.
+    """
     bad = {row.header.shard: row.reason for row in rows if row.outcome is Outcome.QUARANTINED}
+    strange = bad.keys() - {shard.file for shard in record.shards}
+    if strange:
+        raise ReplayError(
+            f"{work.measured(record.rank, record.batch)}: {min(strange)!r:.80} is no shard of "
+            f"batch {record.batch}; nothing was moved; start with another work_dir"
+        )
     target = work.quarantine(record.rank, record.step)
     if bad:
-        target.mkdir(parents=True, exist_ok=True)
+        make_dirs(target)
     for file, reason in bad.items():
         note = {"shard": file, "spool": record.spool, "batch": record.batch, "reason": reason}
         atomic_write(target / f"{file}.json", json.dumps(note, ensure_ascii=False).encode() + b"\n")
-        _move(record.step_dir / file, target / file)
+        with contextlib.suppress(FileNotFoundError), record.opened() as here:
+            _move(here / file, target / file)
 
 
 def _move(source: Path, target: Path) -> None:
@@ -196,6 +226,8 @@ def _move(source: Path, target: Path) -> None:
             _discard(source, is_directory=stat.S_ISDIR(mode))
             return
         os.replace(source, target)
+        if not is_regular(target):
+            _discard(target, is_directory=target.is_dir() and not target.is_symlink())
     except FileNotFoundError:
         return
     except OSError:  # another file system, or a spool that is mounted read-only
@@ -216,30 +248,11 @@ def _discard(path: Path, *, is_directory: bool) -> None:
 def _copy(source: Path, target: Path) -> bool:
     """Copy a regular file; False if it has become something else or cannot be opened."""
     try:
-        file = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = open_regular(source)
     except OSError:
         return False
-    partial = target.with_name(f".{target.name}.partial")
-    with os.fdopen(file, "rb") as reader:
-        state = os.fstat(file)
-        if not stat.S_ISREG(state.st_mode):
-            return False
-        try:
-            with partial.open("wb") as writer:
-                _copy_bytes(reader, writer, state.st_size)
-                writer.flush()
-                os.fsync(writer.fileno())
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
+    copy_open(file, target)
     return True
-
-
-def _copy_bytes(reader: BinaryIO, writer: BinaryIO, most: int) -> None:
-    """Copy up to `most` bytes; a file that somebody goes on writing has no end."""
-    while most > 0 and (data := reader.read(min(most, 1 << 20))):
-        writer.write(data)
-        most -= len(data)
 
 
 @contextlib.contextmanager
@@ -254,7 +267,7 @@ def _locked(journal: Path, what: str) -> Iterator[bool]:
     bool
         Whether the journal has content, so that some job was cut short.
     """
-    with journal.open("ab") as file:
+    with open(journal, "ab", opener=opener) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -25,6 +25,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from spool.errors import about
+from spool.files import open_regular, opener
+
 
 @dataclass
 class Progress:
@@ -71,22 +74,25 @@ class Journal:
     """
 
     def __init__(self, path: Path, durable: float = 1.0) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._path = path
+        self._file = opener(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._durable = durable
         self._synced = 0.0
 
     def add(self, record: dict[str, Any], now: float) -> None:
         """Append a record; `now` is a monotonic clock's reading in seconds."""
         line = encode(record)
-        while line:
-            line = line[os.write(self._file, line) :]
-        if now - self._synced >= self._durable:
-            os.fsync(self._file)
-            self._synced = now
+        with about(self._path):
+            while line:
+                line = line[os.write(self._file, line) :]
+            if now - self._synced >= self._durable:
+                os.fsync(self._file)
+                self._synced = now
 
     def close(self) -> None:
         """Force the records to the disk and close the file."""
-        os.fsync(self._file)
+        with about(self._path):
+            os.fsync(self._file)
         os.close(self._file)
 
     def __enter__(self) -> Journal:
@@ -139,17 +145,37 @@ def recover(path: Path, identity: dict[str, Any]) -> Progress:
     progress = Progress()
     whole = 0
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             for number, line in enumerate(file):
                 record = decode(line)
-                if record is None or (number == 0 and record != {"identity": identity}):
+                if record is None or not (
+                    _is_sound(record) if number else record == {"identity": identity}
+                ):
                     break
                 whole += len(line)
                 progress.take(record)
     except FileNotFoundError:
         pass
     if not whole:
-        path.write_bytes(encode({"identity": identity}))
+        with open(path, "wb", opener=opener) as file:
+            file.write(encode({"identity": identity}))
         return progress
     os.truncate(path, whole)
     return progress
+
+
+def _is_sound(record: dict[str, Any]) -> bool:
+    """Whether a record is one that a job writes."""
+    return any(
+        record.keys() == kinds.keys()
+        and all(type(record[name]) is kind for name, kind in kinds.items())
+        for kinds in _RECORDS
+    )
+
+
+_RECORDS: tuple[dict[str, type], ...] = (
+    {"start": int},
+    {"start": int, "header": dict},
+    {"done": int, "result": dict},
+    {"lost": int, "reason": str},
+)

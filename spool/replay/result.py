@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from spool.call import Call, CallContext
@@ -57,15 +58,73 @@ class CallResult:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> CallResult:
-        """Rebuild what `to_json` gave."""
+        """Rebuild what `to_json` gave.
+
+        Raises
+        ------
+        ValueError
+            If it is something else.
+        """
         blank = dict.fromkeys(RECORD_FIELDS)
-        return cls(
-            header=CallHeader(**data["header"]),
-            outcome=Outcome(data["outcome"]),
-            reason=data["reason"],
-            outputs=[OutputMeasurement.from_record({**blank, **o}) for o in data["outputs"]],
-            inputs=data["inputs"],
-        )
+        try:
+            outputs = [{**blank, **output} for output in data["outputs"]]
+            for output in outputs:
+                _require(output, RECORD_FIELDS)
+            own = {name: data[name] for name in ("reason", "inputs")}
+            _require(own, {"reason": "str", "inputs": "str"})
+            return cls(
+                header=header_from_json(data["header"]),
+                outcome=Outcome(data["outcome"]),
+                outputs=[OutputMeasurement.from_record(output) for output in outputs],
+                **own,
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"a result is malformed: {error}") from None
+
+
+def header_from_json(data: dict[str, Any]) -> CallHeader:
+    """The header of a call from what `dataclasses.asdict` gave.
+
+    Raises
+    ------
+    ValueError
+        If it is something else.
+    """
+    kinds = {item.name: str(item.type) for item in fields(CallHeader)}
+    if data.keys() != kinds.keys():
+        raise ValueError("a header has missing or unknown members")
+    _require(data, kinds)
+    return CallHeader(**data)
+
+
+def is_same_call(one: CallHeader, other: CallHeader) -> bool:
+    """Whether two headers are of one shard."""
+    return (one.rank, one.key, one.api, one.shard, one.nbytes) == (
+        other.rank,
+        other.key,
+        other.api,
+        other.shard,
+        other.nbytes,
+    )
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "bool": (bool,),
+    "float": (float, int),
+    "str": (str,),
+}
+
+
+def _require(record: dict[str, Any], kinds: Mapping[str, str]) -> None:
+    """Make sure that every member is of its kind; None is a blank."""
+    for name, value in record.items():
+        kind = kinds[name]
+        if value is None and kinds is RECORD_FIELDS:
+            continue
+        items, item = ([value], kind) if kind in _KINDS else (value, kind[:-1])
+        if type(items) is not list or not all(type(part) in _KINDS[item] for part in items):
+            raise ValueError(f"{name} is not {kind}")
 
 
 def header_of_file(manifest: Manifest, shard: ShardRef) -> CallHeader:

@@ -170,11 +170,11 @@ class Worker:
             return CallResult(header, Outcome.QUARANTINED, bad.reason)
 
     def _read(self, shard: ShardRef) -> Call:
-        path = self.manifest.step_dir / shard.file
         for wait in _READ_ATTEMPTS:
             time.sleep(wait)  # a network mount may be a moment behind
             try:
-                return shards.read(path)
+                with self.manifest.opened() as here:
+                    return shards.read(here / shard.file)
             except OSError as error:
                 reason = error.strerror or type(error).__name__
         if not self.manifest.step_dir.is_dir():

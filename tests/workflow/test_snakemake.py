@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -304,3 +305,32 @@ def test_steps_captured_anew_are_checked_anew(tmp_path: Path) -> None:
     assert len(contents(again)) >= 5
     kept = [sorted(p.name for p in (d / "work/failed").rglob("*.h5")) for d in (again, fresh)]
     assert kept[0] == kept[1] != []
+
+
+def test_modes_of_everything_that_a_run_makes(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        root = tmp_path / "run"
+        root.mkdir()
+        store = Store.create(root / "spool-data", {})
+        for order, error in ((0, 0.0), (1, 1.0), (2, 0.0)):
+            path = store.publish(make_call(order=order, error=error)).path
+        # One passes, one fails and is kept, one is refused.
+        path.write_bytes(path.read_bytes()[:-1])
+        store.close_rank(0, RankCounts({0: StepCounts(3, 1)}, "disabled"))
+        done = run(root)
+    finally:
+        os.umask(before)
+    assert done.returncode == 1
+    assert "1 shard is unusable" in done.stderr
+    # What Snakemake keeps for itself it made before it read the Snakefile.
+    ours = [
+        path
+        for name in ("spool-data", "work", "results")
+        for path in (root / name, *(root / name).rglob("*"))
+    ]
+    made = {str(path.relative_to(root)): stat.S_IMODE(path.stat().st_mode) for path in ours}
+    assert "work/failed/rank0/step0/000001.Torch.add.1.h5" in made
+    assert "work/quarantine/rank0/step0/000002.Torch.add.2.h5.json" in made
+    assert any(name.startswith("results/summary") for name in made)
+    assert {name: oct(mode) for name, mode in made.items() if mode & 0o027} == {}
