@@ -16,7 +16,8 @@ def close_rank(store: Store, rank: int, *, force: bool = False) -> RankCounts:
 
     A step that its writer closed keeps its counts; of another the shards that lie
     in the spool are counted. (Those that were checked and deleted already are known
-    to the checking host, which never demands fewer than it has seen.)
+    to the checking host, which never demands fewer than it has seen.) It stays without
+    a marker of its own: should training go on, it is captured anew.
 
     Parameters
     ----------
@@ -41,7 +42,6 @@ def close_rank(store: Store, rank: int, *, force: bool = False) -> RankCounts:
         if known is None:
             shards = store.shards(rank, step)
             known = StepCounts(shards=len(shards), bytes=sum(entry.nbytes for entry in shards))
-            store.close_step(rank, step, known)
         counts[step] = known
     closed = RankCounts(counts, BY_HAND)
     store.close_rank(rank, closed)

@@ -36,7 +36,7 @@ from spool.tables import (
     read_verdict_info,
     read_verdicts,
 )
-from spool.workdir import RankEnd, WorkDir, read_json
+from spool.workdir import Manifest, RankEnd, Segment, WorkDir, read_json
 
 
 class MergeError(SpoolError):
@@ -215,11 +215,15 @@ class _Shards:
     def __init__(self, work: WorkDir, rank: int, segments: Sequence[int]) -> None:
         self._rank = rank
         self._kept = kept_shards(work, rank)
-        self._all = any(_retains_all(work.retired(rank, number)) for number in segments)
+        retained = {n for n in segments if _retains_all(work.retired(rank, n))}
+        self._all = bool(retained)
+        # Empty unless `retain` was changed during the run.
+        others = set(segments) - retained if retained else ()
+        self._gone = {key for number in others for key in _shards_of(work, rank, number)}
 
     def kept(self, call: CallVerdict) -> bool:
         """Whether the call's shard was kept because it failed."""
-        return (call.step, call.shard) in self._kept or (self._all and call.failed)
+        return (call.step, call.shard) in self._kept or (self._is_in_spool(call) and call.failed)
 
     def path(self, call: CallVerdict) -> str:
         """Path of the call's shard, "" if it is gone.
@@ -233,7 +237,17 @@ class _Shards:
         kept = self._kept.get((call.step, call.shard))
         if kept is not None:
             return kept
-        return place if self._all else ""
+        return place if self._is_in_spool(call) else ""
+
+    def _is_in_spool(self, call: CallVerdict) -> bool:
+        return self._all and (call.step, call.shard) not in self._gone
+
+
+def _shards_of(work: WorkDir, rank: int, number: int) -> Iterator[tuple[int, str]]:
+    """Step and file name of a segment's shards."""
+    for batch in Segment.load(work.segment(rank, number)).batches:
+        manifest = Manifest.load(work.batch(rank, batch))
+        yield from ((manifest.step, shard.file) for shard in manifest.shards)
 
 
 def _retains_all(retired: Path) -> bool:

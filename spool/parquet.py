@@ -332,7 +332,7 @@ def _open(path: Path, kind: str) -> tuple[Any, dict[str, Any]]:
         # Read whole: a file on a network mount may be replaced while it is open.
         file = pq.ParquetFile(pa.py_buffer(read_regular(path, MAX_TABLE)))
         info = json.loads((file.schema_arrow.metadata or {})[_KEY])
-        found, version = info["kind"], info["version"]
+        found, version = info["kind"], int(info["version"])
     except OSError as error:
         why = error.strerror or "not a whole Parquet file"
         raise TableError(f"{path}: cannot read the table: {why}; {_way_out(path)}") from None

@@ -3,7 +3,8 @@
 ``retain: failed`` keeps the shards of calls with a warning or an error by either of
 their verdicts, and of calls that could not be replayed or judged; they move to the
 directory for failed shards, within the limits of `spool.ledger`. ``all`` leaves every
-shard where it is, ``none`` deletes every one.
+shard where it is, ``none`` deletes every one, also what was kept before. A segment that
+was retired before stays as it is under ``all``, and its record says so.
 
 The rank's ledger is written before anything is moved or deleted, so that a kill at any
 point is repaired by running again. Judging again under other keys never brings shards
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -68,13 +70,21 @@ def retire_segment(
     work = WorkDir(segment.absolute().parents[2])
     manifests = [_manifest(work, record, number) for number in record.batches]
     failing, quarantined = _judged(record, manifests, two_way, three_way)
-    if settings.retain != "all":
+    retain = settings.retain
+    if retain == "all" and record.segment in Ledger.load(ledger_path(work, record.rank)).segments:
+        retain = "earlier"
+        print(
+            f"rank {record.rank}: segment {record.segment} was retired before retain=all; "
+            "its shards stay as they are",
+            file=sys.stderr,
+        )
+    elif retain != "all":
         limit = settings.max_failed_bytes // max(1, ranks)
         with _locked(ledger_path(work, record.rank)) as path:
             ledger = load_ledger(work, record.rank)
             if record.segment not in ledger.segments:
                 _require_spool(record, manifests)
-            wanted = failing if settings.retain == "failed" else []
+            wanted = failing if retain == "failed" else []
             ledger = _settle(ledger, manifests, wanted, settings, limit, work)
             for manifest in manifests:
                 manifest.require_take()
@@ -89,7 +99,7 @@ def retire_segment(
             "rank": record.rank,
             "step": record.step,
             "segment": record.segment,
-            "retain": settings.retain,
+            "retain": retain,
             "shards": sum(len(manifest.shards) for manifest in manifests),
             "failing": len(failing),
             "quarantined": len(quarantined),
@@ -178,7 +188,8 @@ def _settle(
         and (call.shard in there or is_regular(kept_path(call)))
     ]
     candidates = sorted([*ledger.candidates, *fresh])
-    keep = choose(candidates, settings.keep_per_api, limit)
+    is_keeping = settings.retain == "failed"
+    keep = choose(candidates, settings.keep_per_api, limit) if is_keeping else set()
     decided = [replace(c, kept=c.kept and c.key in keep) for c in candidates]
     before = {(c.key.step, c.file) for c in ledger.candidates if c.kept}
     after = {(c.key.step, c.file) for c in decided if c.kept}

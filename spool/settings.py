@@ -10,6 +10,7 @@ Nothing here imports torch or Snakemake: the short jobs import it.
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)")
 _RANGE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 _MAX_RANGE = 65536
+_PROGRAM = "spool"
 _SIZE_KEYS = ("batch.bytes", "max_failed_bytes")
 
 _S = TypeVar("_S", bound="_Json")
@@ -43,7 +45,9 @@ class _Json:
     @classmethod
     def load(cls: type[_S], path: Path) -> _S:
         """Read the settings from a file of the work directory."""
-        return cls.from_json(read_json(path, "settings file"))
+        data = read_json(path, "settings file")
+        data.pop(_PROGRAM, None)
+        return cls.from_json(data)
 
     @classmethod
     def from_json(cls: type[_S], data: Mapping[str, Any]) -> _S:
@@ -198,21 +202,30 @@ class Settings:
         """Write the settings files that jobs read and depend on.
 
         Each is rewritten only when its content changes, so a changed key reruns
-        exactly the jobs that take its file as input.
+        exactly the jobs that take its file as input. Another Spool judges and merges
+        again; what is measured stays.
         """
+        program = {_PROGRAM: _version()}
         verdict = {"fail_on": self.fail_on, "rank_list": list(self.rank_list)}
         for name, values, made in (
-            ("judging", self.judge.to_json(), ("two_way/*/*", "three_way/*/*")),
+            ("judging", self.judge.to_json() | program, ("two_way/*/*", "three_way/*/*")),
             ("measuring", self.replay.measuring(), ("replay/*/*",)),
             ("replay", self.replay.to_json(), ()),
             ("retiring", self.retire.to_json(), ("retired/*/*",)),
-            ("tables", {"precision": self.precision}, ()),
-            ("verdict", verdict, ("verdict.txt",)),
+            ("tables", {"precision": self.precision} | program, ()),
+            ("verdict", verdict | program, ("verdict.txt",)),
         ):
             outputs = chain.from_iterable(map(self.work_dir.glob, made))
             if name == "tables":
                 outputs = chain(self.results_dir.glob("*.csv"))
             write_if_changed(self.work.settings(name), values, outputs)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("precision-spool")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"  # run from a checkout that was not installed
 
 
 def load_replay_settings(work_dir: Path, gpu: int | None) -> ReplaySettings:

@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 _RANK_DIR = re.compile(r"rank(0|[1-9][0-9]{0,11})")
-_RECORD_FILE = re.compile(r"([0-9]{6,9})\.json")
+_NUMBERED_FILE = re.compile(r"([0-9]{6,9})\.(json|parquet)")
 
 
 @dataclass(frozen=True)
@@ -131,14 +131,22 @@ class WorkDir:
         """Numbers of a rank's segments, ascending."""
         return self._numbers(self.root / "segments" / f"rank{whole_number(rank)}")
 
+    def measured_batches(self, rank: int) -> list[int]:
+        """Numbers of a rank's batches that have measured rows, ascending."""
+        return self._numbers(self.measured(rank, 0).parent, "parquet")
+
+    def replayed_batches(self, rank: int) -> list[int]:
+        """Numbers of a rank's batches whose rows were published, ascending."""
+        return self._numbers(self.replay(rank, 0).parent, "parquet")
+
     def _numbered(self, kind: str, rank: int, number: int, suffix: str) -> Path:
         return (
             self.root / kind / f"rank{whole_number(rank)}" / f"{whole_number(number):06d}.{suffix}"
         )
 
     @staticmethod
-    def _numbers(directory: Path) -> list[int]:
+    def _numbers(directory: Path, suffix: str = "json") -> list[int]:
         if not directory.is_dir():
             return []
-        found = (_RECORD_FILE.fullmatch(entry.name) for entry in directory.iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        found = (_NUMBERED_FILE.fullmatch(entry.name) for entry in directory.iterdir())
+        return sorted(int(match[1]) for match in found if match and match[2] == suffix)

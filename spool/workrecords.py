@@ -85,9 +85,15 @@ class _Record:
             that no intake writes.
         """
         data = read_json(path, cls.KIND, cls.WAY_OUT)
+        version = data.get("version")
+        if type(version) is int and version > VERSION:
+            raise WorkDirError(
+                f"{path}: {cls.KIND} of version {version}, this program reads {VERSION}; "
+                "install a newer Spool"
+            )
         try:
-            if data.get("version") != VERSION:
-                raise ValueError(f"version {data.get('version')!r}, this program reads {VERSION}")
+            if version != VERSION:
+                raise ValueError(f"version {version!r}, this program reads {VERSION}")
             record = cls._parse(data)
             if (path.parent.name, path.name) != record.place:
                 raise ValueError(f"it belongs to {'/'.join(record.place)}")

@@ -101,6 +101,8 @@ def test_close_counts_what_is_there(here: Path, capsys: pytest.CaptureFixture[st
     assert counts.reason == "closed by hand"
     assert counts.steps[0] == closed
     assert counts.steps[1].shards == 3
+    # Training that goes on captures what was cut short anew.
+    assert store.unclosed_steps(0) == [1]
     assert main(["close"]) == 0
     assert "closed already" in capsys.readouterr().out
 

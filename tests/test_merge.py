@@ -228,6 +228,25 @@ def test_where_shards_lie(tmp_path: Path) -> None:
     assert read_totals(tables.coverage)["kept", ""] == 2
 
 
+def test_where_shards_lie_if_retain_was_changed_meanwhile(tmp_path: Path) -> None:
+    calls = [
+        call_verdict(f"Tensor.mul.{n}", n, Status.ERROR if n % 2 else Status.PASS) for n in range(4)
+    ]
+    run = Run(tmp_path, [[calls[:2]], [calls[2:]]]).write()
+    work = run.work
+    first = (work.segment(0, 0), work.two_way(0, 0), work.three_way(0, 0), work.retired(0, 0))
+    retire_segment(*first, RetireSettings())
+    retire_all(run, RetireSettings(retain="all"))
+    tables = merge_rank(work.root, 0, run.results)
+    assert [row["shard"] for row in read_table(tables.summary)] == [
+        "",
+        "failed/rank0/step0/000001.Tensor.mul.1.h5",
+        "rank0/step0/000002.Tensor.mul.2.h5",
+        "rank0/step0/000003.Tensor.mul.3.h5",
+    ]
+    assert read_totals(tables.coverage)["kept", ""] == 2
+
+
 def test_failing_shards_that_were_not_kept_are_counted(tmp_path: Path) -> None:
     calls = [call_verdict(f"Tensor.mul.{n}", n, Status.ERROR) for n in range(5)]
     run = Run(tmp_path, [[calls]]).write()

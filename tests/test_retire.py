@@ -119,6 +119,37 @@ def test_retain_none_deletes_everything(tmp_path: Path) -> None:
     assert run.kept() == {}
 
 
+def test_retain_none_deletes_what_was_kept_before(tmp_path: Path) -> None:
+    run = Run(tmp_path, [[mixed(0)], [mixed(10)]]).write()
+    for settings in (FAILED, RetireSettings(retain="none")):
+        for number in (0, 1):
+            retire_number(run, number, settings)
+    assert run.kept() == {}
+    assert kept_shards(run.work, 0) == {}
+    # Nothing comes back, and nothing is claimed to.
+    for number in (0, 1):
+        retire_number(run, number)
+    assert kept_shards(run.work, 0) == {}
+
+
+def test_retain_all_after_shards_were_retired(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, [[mixed(0)], [mixed(10)]]).write()
+    retire_number(run, 0)
+    kept, shards = run.kept(), kept_shards(run.work, 0)
+    for number in (0, 1):
+        retire_number(run, number, RetireSettings(retain="all"))
+    assert capsys.readouterr().err == (
+        "rank 0: segment 0 was retired before retain=all; its shards stay as they are\n"
+    )
+    records = [read_json(run.work.retired(0, number), "record") for number in (0, 1)]
+    assert [record["retain"] for record in records] == ["earlier", "all"]
+    assert run.kept() == kept
+    assert kept_shards(run.work, 0) == shards
+    assert len(run.in_spool()) == 9
+
+
 def test_a_directory_for_failed_shards(tmp_path: Path) -> None:
     run = Run(tmp_path, [[mixed(0)], [mixed(10)]]).write()
     elsewhere = tmp_path / "errors"

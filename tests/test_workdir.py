@@ -95,7 +95,7 @@ def test_shard_reference() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("version", 2),
+        ("version", 0),
         ("version", None),
         ("rank", -1),
         ("rank", "0"),
@@ -177,3 +177,13 @@ def test_the_way_out_of_a_damaged_record(
     path.write_text(text)
     with pytest.raises(SpoolError, match=words):
         kind.load(path)
+
+
+@pytest.mark.parametrize("record", [MANIFEST, Segment(0, 3, 2, (7, 8, 11)), END])
+def test_a_newer_record_asks_for_a_newer_spool(
+    tmp_path: Path, record: Manifest | Segment | RankEnd
+) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({**record.to_json(), "version": 2}))
+    with pytest.raises(SpoolError, match="of version 2, this program reads 1; install a newer"):
+        type(record).load(path)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from spool.errors import StoreError
 from spool.intake.forget import forget_earlier_takes
 from spool.intake.ledger import Clock
+from spool.intake.mend import mend
 from spool.intake.progress import Progress
 from spool.intake.rank import Found, RankFollower
 from spool.intake.remind import Reminder, Say, say
@@ -202,6 +203,7 @@ class Intake(threading.Thread):
             ]
             for rank in self._settings.rank_list:
                 forget_earlier_takes(self._work, rank, store, self._say)
+                mend(self._work, rank)
             # A mount that fails in here is tried again: from the start, and for every rank.
             restored = [follower.restore() for follower in ranks]
             self._store, self._ranks = store, ranks

@@ -85,6 +85,8 @@ def _replay_batch(manifest: Path, work_dir: Path, output: Path, settings: Replay
                 record.require_take()
                 _quarantine(record, work, read_measured(measured))
         else:
+            if not unfinished:
+                _require_shards(record, measured)
             rows = _measure(Job(manifest, journal, settings), record)
             # After the shards were read: what was read is of the take that is meant.
             record.require_take()
@@ -92,6 +94,27 @@ def _replay_batch(manifest: Path, work_dir: Path, output: Path, settings: Replay
             _quarantine(record, work, rows)
         journal.unlink(missing_ok=True)
     _publish(measured, output)
+
+
+def _require_shards(record: Manifest, measured: Path) -> None:
+    """Make sure that something of a batch is there: its tables must not be lost for nothing.
+
+    A single shard that is gone is that shard's row; a spool that is gone is the worker's
+    to tell.
+
+    Raises
+    ------
+    ReplayError
+        If no shard of it is.
+    """
+    directory = record.step_dir
+    if directory.is_dir() and not any(
+        os.path.lexists(directory / shard.file) for shard in record.shards
+    ):
+        raise ReplayError(
+            f"{directory}: no shard of batch {record.batch} of rank {record.rank} is there any "
+            f"more, and {measured} is missing; restore one of them and rerun"
+        )
 
 
 def _measure(job: Job, record: Manifest) -> list[MeasuredRow]:

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from spools import make_call, make_spool, publish_step
 
+from spool.close import close_rank
 from spool.errors import SpoolError, StoreError
 from spool.intake.follow import Intake
 from spool.settings import BatchLimits, Settings
-from spool.store import Heartbeat, RankCounts, StepCounts, Store
+from spool.status import status_lines
+from spool.store import Heartbeat, RankCounts, StepCounts, Store, parse_shard_name
 from spool.workdir import Manifest, RankEnd, Segment, WorkDir
 
 
@@ -658,3 +660,192 @@ def test_a_mount_that_fails_while_ranks_are_restored_loses_none(
     assert run.look(1)
     assert run.work.ranks() == [0, 1]
     run.close()
+
+
+def test_clocks_that_jump_neither_end_nor_keep_a_rank(root: Path) -> None:
+    """Days ahead or behind, in the heartbeat and in the times of files."""
+    store = Store.create(root / "spool", {})
+    run = Run(root, idle_timeout=100.0)
+    store.publish(make_call())
+    run.intake.prepare()
+    for jump in (0.0, 1e6, -1e6, 4e9, 1.0):
+        store.heartbeat(0, beat(time=jump))
+        for path in (root / "spool").rglob("*"):
+            os.utime(path, (jump, jump) if jump > 0 else (0, 0))
+        assert not run.look(99)
+    assert not run.look(99)
+    assert run.look(1)
+    assert "silent for 100 s (idle_timeout)" in RankEnd.load(run.work.end(0)).note
+    run.close()
+
+
+def test_a_marker_that_is_removed_is_waited_for_and_changes_nothing(root: Path) -> None:
+    make_spool(root / "spool")
+    run = Run(root)
+    run.intake.prepare()
+    assert run.look()
+    run.close()
+    end = run.work.end(0).read_bytes()
+    marker = root / "spool" / "rank0" / "closed.json"
+    content = marker.read_bytes()
+    marker.unlink()
+    again = Run(root)
+    again.intake.prepare()
+    assert not again.look()
+    assert not again.look(61)
+    assert "silent for 61 s" in again.lines[-1]
+    assert run.work.end(0).read_bytes() == end
+    marker.write_bytes(content)
+    assert again.look(1)
+    assert run.work.end(0).read_bytes() == end
+    again.close()
+
+
+FOREIGN = (
+    b"\xff.h5",
+    b"000001.\xff\xfe.0.h5",
+    b"000001.Torch.add.1.h5\n",
+    b"a\nb.h5",
+    b"000002." + b"x" * 240 + b".h5",
+    b"step\xe9",
+    b"rank\xe9",
+    "000001.Torch.ädd.1.h5".encode(),
+    "step٣".encode(),
+)
+
+
+def test_foreign_names_are_ignored_everywhere(root: Path) -> None:
+    """Names in another encoding, too long, or with line breaks: as files and directories."""
+    store = Store.create(root / "spool", {})
+    run = Run(root)
+    run.intake.prepare()
+    run.look()
+    places = [root / "spool" / "rank0" / "step0", root / "spool" / "rank0", root / "spool"]
+    for number, place in enumerate(places):
+        place.mkdir(parents=True, exist_ok=True)
+        for name in FOREIGN:
+            path = os.fsencode(place) + b"/" + name
+            os.mkdir(path) if number == 1 else os.close(os.open(path, os.O_CREAT))
+    assert not run.look(10)
+    store.publish(make_call())
+    closed = close_rank(store, 0)
+    assert closed.steps[0].shards == 1
+    assert run.look(10)
+    assert RankEnd.load(run.work.end(0)).found == {0: 1}
+    assert "1 calls in 1 steps" in "".join(status_lines(root / "spool", root / "work"))
+    assert store.usage() > 0
+    run.close()
+
+
+def test_a_copy_that_is_still_going_on_is_waited_for(root: Path) -> None:
+    """As `cp` and `rsync` write one: markers first, files of their own beside the shards."""
+    source = make_spool(root / "source", steps=2).root
+    target = root / "spool"
+    run = Run(root, missing_seconds=30.0)
+    run.intake.prepare()
+    assert not run.look()
+    order = sorted(source.rglob("*"), key=lambda path: (path.suffix == ".h5", str(path)))
+    for number, path in enumerate(order):
+        place = target / path.relative_to(source)
+        if path.is_dir():
+            place.mkdir(parents=True)
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = place.with_name(f".{place.name}.Xa{number}")
+        partial.write_bytes(path.read_bytes()[:100])
+        assert not run.look(5)
+        shutil.copy2(path, partial)
+        partial.rename(place)
+    (target / "rank0" / "step0" / ".000009.Torch.add.9.h5.Xb").write_bytes(b"half")
+    assert run.look(5)
+    end = RankEnd.load(run.work.end(0))
+    assert (end.found, end.missing) == ({0: 3, 1: 3}, {})
+    run.close()
+
+
+def test_a_step_of_twenty_thousand_shards_costs_what_is_new(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.create(root / "spool", {})
+    directory = root / "spool" / "rank0" / "step0"
+    directory.mkdir(parents=True)
+
+    def touch(first: int, last: int) -> set[str]:
+        names = {f"{order:06d}.Torch.add.{order}.h5" for order in range(first, last)}
+        for name in names:
+            os.close(os.open(directory / name, os.O_CREAT))
+        return names
+
+    touch(0, 20_000)
+    hints: dict[tuple[int, int], set[str] | None] = {}
+    monkeypatch.setattr("spool.intake.follow.Watch.take", lambda self: (hints, False))
+    run = Run(root, rescan_seconds=100.0, batch=BatchLimits(calls=5000))
+    run.intake.prepare()
+    run.look()
+    scanned: list[str] = []
+    parsed: list[str] = []
+    scan, parse = os.scandir, parse_shard_name
+    # A directory is listed as an open one, under another name.
+    monkeypatch.setattr(
+        os, "scandir", lambda path: scanned.append(os.path.realpath(path)) or scan(path)
+    )
+    monkeypatch.setattr(
+        "spool.store.parse_shard_name", lambda name: parsed.append(name) or parse(name)
+    )
+    for burst in range(20):
+        hints = {(0, 0): touch(20_000 + 10 * burst, 20_010 + 10 * burst)}
+        run.look(1)
+    assert scanned.count(os.path.realpath(directory)) == 0
+    hints = {}
+    new = touch(20_200, 20_300)
+    run.look(1000)
+    assert scanned.count(os.path.realpath(directory)) == 1
+    assert len(parsed) == 300
+    assert new < set(parsed)
+    store.close_rank(0, RankCounts({0: StepCounts(20_300, 1)}, "disabled"))
+    assert run.look(1000)
+    assert RankEnd.load(run.work.end(0)).found == {0: 20_300}
+    assert len(run.work.batches(0)) == 5
+    run.close()
+
+
+@pytest.mark.parametrize("kind", ["measured", "segment"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_lost_manifest_is_named_and_its_number_not_used_again(
+    root: Path, kind: str, number: int
+) -> None:
+    make_spool(root / "spool", steps=2)
+    run = Run(root, watch=False)
+    run.intake.prepare()
+    assert run.look()
+    if kind == "measured":
+        shutil.rmtree(root / "work" / "segments")
+        run.work.measured(0, number).parent.mkdir(parents=True)
+        run.work.measured(0, number).touch()
+    lost = run.work.batch(0, number)
+    content = lost.read_bytes()
+    lost.unlink()
+    with pytest.raises(SpoolError, match="the manifest is gone; restore it from a copy") as caught:
+        Run(root, watch=False).intake.prepare()
+    assert str(caught.value).startswith(str(lost))
+    lost.write_bytes(content)
+    again = Run(root, watch=False)
+    again.intake.prepare()
+    assert again.look()
+
+
+def test_published_rows_are_not_the_only_ones(root: Path) -> None:
+    """Snakemake deletes an output before its job runs again."""
+    make_spool(root / "spool")
+    run = Run(root, watch=False)
+    run.intake.prepare()
+    assert run.look()
+    run.work.replay(0, 0).parent.mkdir(parents=True)
+    run.work.replay(0, 0).write_bytes(b"rows")
+    again = Run(root, watch=False)
+    again.intake.prepare()
+    assert run.work.measured(0, 0).read_bytes() == b"rows"
+    # What is measured is not touched.
+    run.work.replay(0, 0).write_bytes(b"other")
+    Run(root, watch=False).intake.prepare()
+    assert run.work.measured(0, 0).read_bytes() == b"rows"

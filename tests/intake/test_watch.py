@@ -87,6 +87,20 @@ def test_published_shards_are_hinted(watch: Watch, tmp_path: Path) -> None:
     store.close_step(0, 0, StepCounts(6, 1))
 
 
+def test_foreign_names_do_not_end_the_observer(watch: Watch, tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "spool")
+    store.publish(make_call())
+    assert wait_for(watch, (0, 0), set())
+    for name in (b"\xff.h5", b"a\nb.h5", b"x" * 250, b"step\xe9"):
+        directory = os.fsencode(tmp_path / "spool" / "rank0" / "step0")
+        os.close(os.open(directory + b"/" + name, os.O_CREAT))
+        os.mkdir(os.fsencode(tmp_path / "spool" / "rank0") + b"/" + name)
+    time.sleep(0.5)
+    names = {store.publish(make_call(order=1)).path.name}
+    assert wait_for(watch, (0, 0), names)
+    assert watch._observer.is_alive()
+
+
 def test_an_observer_that_dies_is_replaced(watch: Watch, tmp_path: Path) -> None:
     watch.stop()
     _, is_due = watch.take()

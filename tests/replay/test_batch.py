@@ -244,6 +244,23 @@ def test_a_spool_that_is_not_mounted_fails_the_job(tmp_path: Path) -> None:
     assert len(replayed(tmp_path, manifest)) == 2
 
 
+def test_a_batch_whose_shards_are_all_gone_has_no_rows(tmp_path: Path) -> None:
+    """As when its measured rows are deleted after its shards were retired."""
+    manifest = spool_calls(tmp_path, ordinary_calls()[:2])
+    shards = {path: path.read_bytes() for path in (tmp_path / "spool").rglob("*.h5")}
+    for path in shards:
+        path.unlink()
+    measured = WorkDir(tmp_path / "work").measured(0, 0)
+    said = f"no shard of batch 0 of rank 0 is there any more, and {measured} is missing"
+    with pytest.raises(SpoolError, match=said) as caught:
+        replayed(tmp_path, manifest)
+    assert "\n" not in str(caught.value)
+    assert not measured.exists()
+    for path, content in shards.items():
+        path.write_bytes(content)
+    assert len(replayed(tmp_path, manifest)) == 2
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
 def test_a_bench_device_that_is_not_there(tmp_path: Path) -> None:
     manifest = spool_calls(tmp_path, ordinary_calls()[:1])
