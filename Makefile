@@ -5,11 +5,12 @@ BIN     = $(VENV)/bin
 # Two workers are what the smallest supported machine has; more only helps on more cores.
 JOBS   ?= 2
 
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test soak check format bench clean
 
 help:
 	@echo "make demo    train a small model with one faulty operator and find it (minutes)"
 	@echo "make test    run the test suite"
+	@echo "make soak    disturb runs at every kind of file operation, fuzz the readers (an hour)"
 	@echo "make check   formatting, lint, types, layers, workflow lint"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make bench   print the benchmark ratios"
@@ -21,6 +22,13 @@ demo:
 test:
 	@$(PYTHON) .ci/bootstrap.py $(VENV) dev
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+# The table goes into docs/faults.md.
+soak:
+	@$(PYTHON) .ci/bootstrap.py $(VENV) dev
+	$(BIN)/python tests/faults/fuzz.py --minutes 10
+	$(BIN)/python -m pytest -m soak
+	$(BIN)/python tests/faults/kill.py --points 150 --table faults.md
 
 check:
 	@$(PYTHON) .ci/bootstrap.py $(VENV) dev

@@ -24,7 +24,7 @@ class Keeper:
     beat : callable
         Writes the heartbeat.
     blocked : callable
-        Whether training waits for room, which the checking host is told at once.
+        Whether training waits for room; a change of it is told at once.
     watermark : Watermark
         Measured again whenever it asks to, at most twice a second.
     """
@@ -52,7 +52,7 @@ class Keeper:
         while not self._stop.is_set():
             now = time.monotonic()
             is_blocked = self._blocked()
-            if now >= next_beat or (is_blocked and not was_blocked):
+            if now >= next_beat or is_blocked != was_blocked:
                 was_blocked = is_blocked
                 next_beat = now + HEARTBEAT_SECONDS
                 self._try(self._beat)

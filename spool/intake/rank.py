@@ -67,6 +67,7 @@ class RankFollower:
         self._is_listed_since_over = False
         self._closed_steps: dict[int, StepCounts] = {}
         self._note = ""
+        self._unretired: list[int] = []
 
     def restore(self) -> Found:
         """Take up what earlier runs wrote down.
@@ -77,6 +78,7 @@ class RankFollower:
             If it is unusable, of another run, or of steps that were captured anew since.
         """
         found = Found(*self.ledger.restore())
+        self._unretired = list(found.segments)
         self._check_takes()
         return found
 
@@ -146,12 +148,25 @@ class RankFollower:
                 return
         is_whole = counts is not None and ledger.found >= counts.shards
         is_done = is_whole or self._is_given_up(step, closed, counts)
-        # A writer that waits for room gets it only when what it wrote has been retired.
-        is_urgent = is_done or (self._beat is not None and self._beat.blocked)
+        is_urgent = is_done or self._is_starved()
         found.batches.extend(self.ledger.cut(step, everything=is_urgent))
-        found.segments.extend(self.ledger.close_segments(step, everything=is_urgent))
+        segments = self.ledger.close_segments(step, everything=is_urgent)
+        self._unretired += segments
+        found.segments.extend(segments)
         if is_done:
             self.ledger.finish(step)
+
+    def _is_starved(self) -> bool:
+        """Whether the writer waits for room that nothing on its way will free.
+
+        It gets room only when what it wrote is retired. A batch of whatever has come since
+        the last one freed some would be small, and every batch costs the start of its jobs.
+        """
+        if self._beat is None or not self._beat.blocked:
+            return False
+        retired = self._settings.work.retired
+        self._unretired = [n for n in self._unretired if not retired(self.rank, n).exists()]
+        return not self._unretired
 
     def _new_shards(self, step: int, names: set[str] | None) -> Iterator[ShardRef]:
         """Shards that a listing finds, or those of the names that are there."""

@@ -72,6 +72,12 @@ static int is_under(const char *path)
 static void absolute(int directory, const char *path, char *out)
 {
     char base[LONGEST] = "", link[64];
+    static const char open_files[] = "/proc/self/fd/";
+    if (!strncmp(path, open_files, sizeof open_files - 1)) {
+        char *rest = NULL;
+        directory = (int)strtol(path + sizeof open_files - 1, &rest, 10);
+        if (*rest == '/') path = rest + 1;
+    }
     if (path[0] != '/') {
         if (directory == AT_FDCWD) {
             if (!getcwd(base, sizeof base)) base[0] = 0;

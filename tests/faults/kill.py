@@ -98,6 +98,8 @@ class Outcome:
         "same bytes", or what differs.
     is_met : bool
         Whether the point was met; else nothing is shown.
+    said : str
+        What the disturbed run printed.
     """
 
     point: Point
@@ -105,6 +107,7 @@ class Outcome:
     status: int
     result: str
     is_met: bool
+    said: str
 
     @property
     def is_good(self) -> bool:
@@ -150,24 +153,26 @@ class Bench:
         role = points[0][0].role
         directory = self._fresh(role)
         met = []
-        output = ""
         for number, (point, action) in enumerate(points):
             fired = directory / f"fired{number}"
             words = ROLES[point.role]
             fault = Fault(words, point.at, action)
             status, said = self._run(directory, point.role, fault=fault, fired=fired)
-            output += f"--- {point} {action}: status {status}\n{said}"
-            met.append((status, fired.exists()))
+            met.append((point, action, status, fired.exists(), said))
         status, said = self._run(directory, role)
         result = self._compare(directory, role) if status == 0 else f"again: status {status}"
         if result == "same bytes":
             shutil.rmtree(directory)
         else:
-            (directory / "output").write_text(f"{output}--- again: status {status}\n{said}")
+            output = [
+                f"--- {point} {action}: {ended}\n{text}" for point, action, ended, _, text in met
+            ]
+            output.append(f"--- again: {status}\n{said}")
+            (directory / "output").write_text("".join(output))
             result += f" in {directory}" * (not result.endswith("dropped"))
         return [
-            Outcome(point, action, status, result, is_met)
-            for (point, action), (status, is_met) in zip(points, met, strict=True)
+            Outcome(point, action, status, result, is_met, said)
+            for point, action, status, is_met, said in met
         ]
 
     def _compare(self, directory: Path, role: str) -> str:

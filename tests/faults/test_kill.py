@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 from iofault import NoCompilerError
 from kill import ACTIONS, ROLES, TRAINING, Bench, Point
@@ -54,3 +57,26 @@ def test_the_same_command_after_kills_gives_the_same_bytes(bench: Bench) -> None
         print(*(outcome.row() for outcome in outcomes), sep="\n")
         assert all(outcome.is_good for outcome in outcomes)
         assert sum(outcome.is_met for outcome in outcomes) >= len(points) - 1
+
+
+STORAGE = {
+    "replay": ("write work/measured/rank0/..000000.parquet.*.partial.*.partial", "ENOSPC"),
+    "check": ("fsync work/two_way/rank0/.000000.parquet.*.partial", "EIO"),
+    "retire": ("rename work/failed/rank0/ledger.json", "EROFS"),
+    "merge": ("write results/.summary_.*_rank0.csv.*.partial", "EDQUOT"),
+}
+
+
+def test_storage_that_fails_is_one_line_with_the_file_and_loses_nothing(bench: Bench) -> None:
+    by_what = {(point.role, point.what): point for point in bench.points}
+    points = [(by_what[role, what], error) for role, (what, error) in STORAGE.items()]
+    for outcome in bench.disturb(points):
+        assert outcome.is_met
+        assert outcome.status == 1
+        assert outcome.result == "same bytes"
+        assert "Traceback" not in outcome.said
+        lines = [line for line in outcome.said.splitlines() if line.startswith("spool: ")]
+        number = getattr(errno, outcome.action)
+        (line,) = {line for line in lines if os.strerror(number) in line}
+        assert outcome.point.what.split()[1].partition("/")[0] + "/" in line
+        assert "run the same command again" in line or "rerun when that is mended" in line
