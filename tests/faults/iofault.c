@@ -6,7 +6,8 @@
    IOFAULT_UNDER   directories, separated by ':'; only what lies in them counts
    IOFAULT_ROLE    words of the process's command line; empty for every process
    IOFAULT_NOT     words that must not be in it
-   IOFAULT_OPS     operations that count, separated by ',': open write fsync rename unlink link mkdir
+   IOFAULT_OPS     operations that count, separated by ',': open write fsync rename unlink link
+                   mkdir read
    IOFAULT_AT      fires at the n-th of them in a process
    IOFAULT_ONCE    file that says it has fired, made by who fires first; without one it
                    fires at every operation from the n-th on
@@ -48,7 +49,7 @@ static int has_role(void)
 {
     char *line = command;
     int file = REAL(open)("/proc/self/cmdline", O_RDONLY);
-    ssize_t length = file < 0 ? 0 : read(file, line, sizeof command - 1);
+    ssize_t length = file < 0 ? 0 : REAL(read)(file, line, sizeof command - 1);
     if (file >= 0) REAL(close)(file);
     for (ssize_t i = 0; i < length; i++)
         if (!line[i] || line[i] == '\n') line[i] = ' ';
@@ -96,7 +97,6 @@ static int counts(const char *op)
 {
     char ops[256];
     snprintf(ops, sizeof ops, "%s", setting("IOFAULT_OPS"));
-    if (!*ops) return 1;
     char *rest = NULL;
     for (char *one = strtok_r(ops, ",", &rest); one; one = strtok_r(NULL, ",", &rest))
         if (!strcmp(one, op)) return 1;
@@ -235,6 +235,26 @@ ssize_t pwrite(int file, const void *data, size_t size, off_t where)
 ssize_t pwrite64(int file, const void *data, size_t size, off64_t where)
 {
     return fails_on("write", file) ? -1 : REAL(pwrite64)(file, data, size, where);
+}
+
+ssize_t read(int file, void *data, size_t size)
+{
+    return fails_on("read", file) ? -1 : REAL(read)(file, data, size);
+}
+
+ssize_t readv(int file, const struct iovec *parts, int count)
+{
+    return fails_on("read", file) ? -1 : REAL(readv)(file, parts, count);
+}
+
+ssize_t pread64(int file, void *data, size_t size, off64_t where)
+{
+    return fails_on("read", file) ? -1 : REAL(pread64)(file, data, size, where);
+}
+
+ssize_t preadv64(int file, const struct iovec *parts, int count, off64_t where)
+{
+    return fails_on("read", file) ? -1 : REAL(preadv64)(file, parts, count, where);
 }
 
 int fsync(int file)

@@ -13,6 +13,7 @@ SOURCE = Path(__file__).with_name("iofault.c")
 
 KILL = "kill"
 KILL_ALL = "kill-all"
+EVERY = "open,write,fsync,rename,unlink,link,mkdir,read"
 ERRORS = {name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EROFS", "ESTALE", "EDQUOT")}
 
 
@@ -51,7 +52,7 @@ class Fault:
     action : str
         "kill", "kill-all" (its process group too), or the name of an error number.
     ops : str
-        Kinds of operations that count, separated by commas; all, if empty.
+        Kinds of operations that count, separated by commas.
     once : bool
     without : str
         Words that must not be in the command line.
@@ -60,7 +61,7 @@ class Fault:
     role: str
     at: int
     action: str
-    ops: str = ""
+    ops: str = EVERY
     once: bool = True
     without: str = ""
 
@@ -89,7 +90,7 @@ def environment(
     """
     found = {"LD_PRELOAD": str(library), "IOFAULT_UNDER": ":".join(map(str, under))}
     if log is not None:
-        found["IOFAULT_LOG"] = str(log)
+        found["IOFAULT_LOG"], found["IOFAULT_OPS"] = str(log), EVERY
     if fault is not None:
         found["IOFAULT_ROLE"], found["IOFAULT_NOT"] = fault.role, fault.without
         found["IOFAULT_OPS"], found["IOFAULT_AT"] = fault.ops, str(fault.at)

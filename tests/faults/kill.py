@@ -51,6 +51,8 @@ ROLES = {
 }
 TRAINING = ("trainer", "writer process")
 ACTIONS = (KILL, KILL_ALL, "EIO", "ENOSPC")
+# What it means to be killed while reading is nothing else than between two writes.
+READING = ("EIO", "ESTALE")
 STEPS = 3
 CALLS = 10
 _CONFIG = ("rank_list=[0]", "threads=1", "bench_device=cpu", "batch={calls: 3, seconds: 1}")
@@ -256,10 +258,11 @@ def draw(points: list[Point], count: int, seed: int) -> list[tuple[Point, str]]:
     while len(drawn) < count and any(queues):
         drawn += [queue.pop() for queue in queues if queue]
     offset = random_.randrange(len(ACTIONS))
-    return [
-        (point, ACTIONS[(offset + number) % len(ACTIONS)])
-        for number, point in enumerate(drawn[:count])
-    ]
+    todo = []
+    for number, point in enumerate(drawn[:count], offset):
+        actions = READING if point.what.startswith("read ") else ACTIONS
+        todo.append((point, actions[number % len(actions)]))
+    return todo
 
 
 def make_spool(root: Path) -> None:
