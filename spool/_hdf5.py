@@ -52,6 +52,8 @@ DATATYPES: dict[str, bytes] = {
 # No fractal heap and no B-tree: links and attributes are in the header itself.
 _NOT_DENSE = struct.pack("<BBQQ", 0, 0, UNDEFINED, UNDEFINED)
 _SCALAR = bytes((2, 0, 0, 0))
+# A layout of more regions is not kept for the next call: thousands may come, all different.
+_MAX_REMEMBERED = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,8 @@ def compose(identity: Identity, regions: tuple[tuple[str, int], ...], text: int)
     # Two bytes of size: header prefix 8, checksum 4.
     call_at = ROOT + 8 + _GROUP_MESSAGES + _ROOT_LINKS + len(fixed) + len(varying) + 4
     storage_at = call_at + CALL_SIZE
-    storage, offsets, end = _storage(storage_at, regions)
+    lay_out = _storage if len(regions) <= _MAX_REMEMBERED else _storage.__wrapped__
+    storage, offsets, end = lay_out(storage_at, regions)
     text_offset = align(end)
     fixed = _group(True) + _link("storage", storage_at) + _link("call", call_at) + fixed
     prefix = b"OHDR\x02\x01" + struct.pack("<H", len(fixed) + len(varying)) + fixed

@@ -47,11 +47,14 @@ class Limits:
         Largest JSON text (default 64 MiB).
     regions : int
         Most regions (default 10,000).
+    region_bytes : int
+        Most bytes of all regions together (default: as many as there are).
     """
 
     file_bytes: int = 256 << 30
     text_bytes: int = 64 << 20
     regions: int = 10_000
+    region_bytes: int = 256 << 30
 
 
 DEFAULT_LIMITS = Limits()
@@ -90,6 +93,8 @@ def read(path: Path, limits: Limits = DEFAULT_LIMITS) -> Call:
     BadShard
         Whenever the file is not exactly what `spool.shard.write` makes of the
         returned call. `NewerShard` if it declares a newer format.
+    MemoryError
+        If its regions take more than `limits` or the system allow.
     OSError
         If the system cannot open or read it (absent, no permission, input/output
         error, stale handle): that says nothing about the shard.
@@ -127,6 +132,12 @@ class _Reader:
             raise BadShard("the regions are larger than the file")
         structure = compose(identity, kinds, len(text))
         self._check(structure, [nbytes for _, nbytes in kinds])
+        # A sparse file takes no room on a disk, and all of its size in memory.
+        needed = sum(nbytes for _, nbytes in kinds)
+        if needed > self.limits.region_bytes:
+            raise MemoryError(
+                f"the tensors take {needed} bytes, the limit is {self.limits.region_bytes}"
+            )
         for number, (code, nbytes, expected) in enumerate(reader.regions):
             region = self._region(code, structure.offsets[number], nbytes)
             if zlib.crc32(region.view(np.uint8).data) != expected:

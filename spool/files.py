@@ -22,6 +22,7 @@ import stat
 import uuid
 import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 from spool.errors import about, ignoring_refusals
 from spool.processes import is_running
@@ -68,16 +69,17 @@ def make_dirs(path: Path) -> None:
         As the system reports it; `FileExistsError` if a file is there.
     """
     try:
-        os.mkdir(path, DIRECTORY_MODE)
+        try:
+            os.mkdir(path, DIRECTORY_MODE)
+        except FileNotFoundError:
+            if path.parent == path:
+                raise
+            make_dirs(path.parent)
+            # Only once more: /proc does not say why it refuses.
+            os.mkdir(path, DIRECTORY_MODE)
     except FileExistsError:
         if not path.is_dir():
             raise
-        return
-    except FileNotFoundError:
-        if path.parent == path:
-            raise
-        make_dirs(path.parent)
-        make_dirs(path)
         return
     with ignoring_refusals():  # a directory above that may be entered, but not read
         fsync_dir(path.parent)
@@ -129,10 +131,11 @@ def read_regular(path: Path, most: int) -> bytes:
         If the system cannot read it.
     """
     with open(open_regular(path), "rb") as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise Refused(errno.EFBIG, f"larger than {most} bytes", str(path))
-    return data
+        # Room for as many bytes as are asked for is taken at once.
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise Refused(errno.EFBIG, f"larger than {most} bytes", str(path))
+        return file.read(size)
 
 
 def is_regular(path: Path) -> bool:
@@ -146,6 +149,8 @@ def is_regular(path: Path) -> bool:
 def copy_open(source: int, target: Path) -> None:
     """Copy an open file durably, and close it; `target` is whole or not there.
 
+    Holes stay holes: a file of terabytes may take no room where it lies.
+
     Raises
     ------
     OSError
@@ -154,18 +159,40 @@ def copy_open(source: int, target: Path) -> None:
     partial = target.with_name(f".{target.name}.partial")
     with open(source, "rb") as reader:
         # A file that somebody goes on writing has no end.
-        left = os.fstat(source).st_size
+        size = os.fstat(source).st_size
         try:
             with open(partial, "wb", opener=opener) as writer:
-                while left > 0 and (data := reader.read(min(left, 1 << 20))):
-                    writer.write(data)
-                    left -= len(data)
+                _copy_bytes(reader, writer, size)
                 with about(target):
                     writer.flush()
                     os.fsync(writer.fileno())
             os.replace(partial, target)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def _copy_bytes(reader: BinaryIO, writer: BinaryIO, size: int) -> None:
+    """Copy up to `size` bytes, but for holes."""
+    place = 0
+    while place < size:
+        place = min(size, _next_data(reader.fileno(), place, size))
+        reader.seek(place)
+        writer.seek(place)
+        data = reader.read(min(size - place, 1 << 20))
+        if not data:
+            break
+        writer.write(data)
+        place += len(data)
+    writer.truncate(place)
+
+
+def _next_data(file: int, place: int, size: int) -> int:
+    """Where the next bytes from `place` on are that are not a hole; `size` if none are."""
+    try:
+        return os.lseek(file, place, os.SEEK_DATA)
+    except OSError as error:
+        # Else the system knows no holes.
+        return size if error.errno == errno.ENXIO else place
 
 
 def delete(path: Path) -> None:

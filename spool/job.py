@@ -43,6 +43,6 @@ def _fail(log: str, text: str) -> NoReturn:
     # What fails may be the very disk that the log is on.
     with suppress(OSError):
         make_dirs(path.parent)
-        with open(path, "w", encoding="utf-8", opener=opener) as file:
+        with open(path, "w", encoding="utf-8", errors="backslashreplace", opener=opener) as file:
             file.write(text)
     raise SystemExit(1)

@@ -147,7 +147,7 @@ def directory_of(work: WorkDir, failed_dir: str) -> str:
 
 
 def _directory(value: object) -> str:
-    if not isinstance(value, str) or ".." in Path(value).parts:
+    if not isinstance(value, str) or ".." in Path(value).parts or "\0" in value:
         raise ValueError(f"{value!r:.80} is not a directory for shards")
     return value
 
@@ -157,7 +157,9 @@ def _candidate(key: list[Any], file: object, nbytes: object, kept: object) -> Ca
     call = CallKey(whole_number(step), whole_number(order), whole_number(element), name)
     if shard_file(file) != f"{call.order:06d}.{name}.h5":
         raise ValueError(f"{file!r:.80} is not the shard of its call")
-    return Candidate(call, str(file), whole_number(nbytes, MAX_BYTES), kept is True)
+    if type(kept) is not bool:
+        raise ValueError(f"{kept!r:.80} does not say whether it is kept")
+    return Candidate(call, str(file), whole_number(nbytes, MAX_BYTES), kept)
 
 
 def _way_out(path: Path) -> str:

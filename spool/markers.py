@@ -31,6 +31,10 @@ _MAX_TEXT = 4096
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
+class MarkerError(StoreError):
+    """A marker does not say what Spool writes."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunInfo:
     """What ``run.json`` says.
@@ -142,7 +146,7 @@ def load_run(path: Path) -> RunInfo | None:
         )
     run: RunInfo = _make(RunInfo, record, path)
     if not re.fullmatch("[0-9]{14}", run.timestamp):
-        raise StoreError(_malformed(path, "timestamp"))
+        raise _malformed(path, "timestamp")
     return run
 
 
@@ -180,11 +184,11 @@ def rank_counts(record: dict[str, Any], path: Path) -> RankCounts:
     """
     steps, reason = record.get("steps"), record.get("reason")
     if type(steps) is not dict or not _fits(reason, "str"):
-        raise StoreError(_malformed(path))
+        raise _malformed(path)
     counts = {}
     for number, item in steps.items():
         if not _NUMBER.fullmatch(number) or type(item) is not dict:
-            raise StoreError(_malformed(path, "steps"))
+            raise _malformed(path, "steps")
         counts[int(number)] = _make(StepCounts, item, path)
     return RankCounts(counts, str(reason))
 
@@ -205,7 +209,7 @@ def load_takes(root: Path, rank: int) -> dict[int, int]:
     path, takes = takes_path(root, rank), {}
     for step, count in (_load(root, path) or {}).items():
         if not _NUMBER.fullmatch(step) or not _fits(count, "int"):
-            raise StoreError(_malformed(path, step))
+            raise _malformed(path, step)
         takes[int(step)] = count
     return takes
 
@@ -247,9 +251,7 @@ def _load(root: Path, path: Path) -> dict[str, Any] | None:
         return None
     except Refused as error:
         # Waiting would not mend it: no cause that looks like trouble with the mount.
-        raise (
-            StoreError(_malformed(path)) if error.errno == errno.EFBIG else refusal(path)
-        ) from None
+        raise (_malformed(path) if error.errno == errno.EFBIG else refusal(path)) from None
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
     try:
@@ -257,7 +259,7 @@ def _load(root: Path, path: Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         record = None
     if type(record) is not dict:
-        raise StoreError(_malformed(path))
+        raise _malformed(path)
     return record
 
 
@@ -284,7 +286,7 @@ def _make(kind: Any, record: dict[str, Any], path: Path) -> Any:
             continue
         value = record.get(name)
         if not _fits(value, item.type):
-            raise StoreError(_malformed(path, name))
+            raise _malformed(path, name)
         values[name] = value
     return kind(**values)
 
@@ -303,6 +305,6 @@ def _fits(value: Any, kind: str) -> bool:
     return True
 
 
-def _malformed(path: Path, name: str = "") -> str:
+def _malformed(path: Path, name: str = "") -> MarkerError:
     where = f"{path}, member {name!r:.80}," if name else str(path)
-    return f"{where} is not what Spool writes: restore the file or clear the spool"
+    return MarkerError(f"{where} is not what Spool writes: restore the file or clear the spool")

@@ -3,7 +3,9 @@
 Every file is flat, sorted as it is given, of one fixed schema, written whole and
 atomically, and the same rows give the same bytes. Its metadata hold one JSON object
 under the key ``spool``: what kind of rows, the schema's version, and facts about the
-file as a whole.
+file as a whole. In front of the footer are 12 bytes that Parquet does not know:
+``spoolcrc`` and the `zlib.crc32` of all bytes but these 12, so that no changed bit
+becomes another verdict.
 
 Measured file: one row per output of a call. Columns ``call_*`` repeat the call's
 header, ``outcome``, ``reason``, ``inputs`` are the row's own, ``has_output`` says
@@ -17,6 +19,7 @@ with ``output`` -1 and blank cells. Columns without prefix repeat the call's ver
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
@@ -46,6 +49,12 @@ ROW_GROUP = 4096
 # Most bytes of a file that is read; a segment's rows are far fewer.
 MAX_TABLE = 8 << 30
 _KEY = b"spool"
+_SEAL = b"spoolcrc"
+# What reading raises where a file is not as this program writes it.
+_FOREIGN = (
+    *(pa.ArrowException, AttributeError, KeyError, OSError, OverflowError),
+    *(RecursionError, TypeError, ValueError),
+)
 _OPTIONS = {"row_group_size": ROW_GROUP, "compression": "zstd", "write_statistics": False}
 
 _TYPES: dict[str, Any] = {
@@ -105,7 +114,7 @@ def read_measured(path: Path, select: Callable[[str], bool] | None = None) -> li
     """
     file, _ = _open(path, "measured")
     with _usable(path):
-        table = _typed(file.read(), _measured_schema())
+        table = file.read()
         if select is not None:
             names = _column(table, "call_name")
             table = table.filter(pa.array(map(cache(select), names), pa.bool_()))
@@ -238,7 +247,7 @@ def _verdict_rows(file: Any, details: bool) -> Iterator[_VerdictRow]:
     headers = [name[2:] for name in wanted]
     places = [names.index(name) for name in ("step", "order", "index", "name")]
     for number in range(file.num_row_groups):
-        table = _typed(file.read_row_group(number), _verdict_schema(()))
+        table = file.read_row_group(number)
         heads = _rows(table, names)
         cells = _rows(table, wanted) if wanted else repeat((), table.num_rows)
         for head, output, values in zip(heads, _column(table, "output"), cells, strict=True):
@@ -319,24 +328,67 @@ def _verdict_schema(details: tuple[tuple[str, str], ...]) -> Any:
 def _write(
     path: Path, columns: dict[str, list[Any]], schema: Any, kind: str, info: dict[str, Any]
 ) -> None:
-    text = json.dumps({"kind": kind, "version": VERSION, **info}, ensure_ascii=False)
-    table = pa.table(columns, schema=schema.with_metadata({_KEY: text.encode()}))
+    text = json.dumps({"kind": kind, "version": VERSION, **info})
+    schema = schema.with_metadata({_KEY: text.encode()})
+    try:
+        table = pa.table(columns, schema=schema)
+    except UnicodeEncodeError:
+        table = pa.table({name: _encodable(cells) for name, cells in columns.items()}, schema)
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, **_OPTIONS)
     make_dirs(path.parent)
-    atomic_write(path, sink.getvalue().to_pybytes())
+    atomic_write(path, _sealed(sink.getvalue().to_pybytes()))
+
+
+def _encodable(cells: list[Any]) -> list[Any]:
+    """The cells, with escapes for what a path holds that is not UTF-8."""
+    return [
+        cell.encode("utf-8", "backslashreplace").decode() if isinstance(cell, str) else cell
+        for cell in cells
+    ]
+
+
+def _footer(data: bytes) -> int:
+    """Where the footer of a Parquet file begins: its length is in front of the last magic."""
+    return len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+
+
+def _sealed(data: bytes) -> bytes:
+    """Put a checksum in front of the footer, where no reader of Parquet looks."""
+    place = _footer(data)
+    pages, footer = data[:place], data[place:]
+    return b"".join((pages, _SEAL, _checksum(pages, footer), footer))
+
+
+def _is_sealed(data: bytes) -> bool | None:
+    """Whether the checksum matches; None if there is none."""
+    place = _footer(data)
+    if place < 12 or data[place - 12 : place - 4] != _SEAL:
+        return None
+    return data[place - 4 : place] == _checksum(data[: place - 12], data[place:])
+
+
+def _checksum(pages: bytes, footer: bytes) -> bytes:
+    return zlib.crc32(footer, zlib.crc32(pages)).to_bytes(4, "little")
 
 
 def _open(path: Path, kind: str) -> tuple[Any, dict[str, Any]]:
     try:
         # Read whole: a file on a network mount may be replaced while it is open.
-        file = pq.ParquetFile(pa.py_buffer(read_regular(path, MAX_TABLE)))
-        info = json.loads((file.schema_arrow.metadata or {})[_KEY])
-        found, version = info["kind"], int(info["version"])
+        data = read_regular(path, MAX_TABLE)
     except OSError as error:
-        why = error.strerror or "not a whole Parquet file"
-        raise TableError(f"{path}: cannot read the table: {why}; {_way_out(path)}") from None
-    except (pa.ArrowException, KeyError, TypeError, ValueError):
+        raise TableError(
+            f"{path}: cannot read the table: {error.strerror}; {_way_out(path)}"
+        ) from None
+    is_sealed = _is_sealed(data)
+    if is_sealed is False:
+        raise TableError(f"{path}: the table does not match its checksum; {_way_out(path)}")
+    try:
+        file = pq.ParquetFile(pa.py_buffer(data))
+        info: dict[str, Any] = json.loads((file.schema_arrow.metadata or {})[_KEY])
+        found, version = info["kind"], int(info["version"])
+        _require(found in ("measured", "verdicts"), "kind")
+    except _FOREIGN:
         raise TableError(f"{path}: not a table of Spool; {_way_out(path)}") from None
     if found != kind:
         raise TableError(f"{path}: holds {found} rows, not {kind} rows; {_way_out(path)}")
@@ -344,7 +396,19 @@ def _open(path: Path, kind: str) -> tuple[Any, dict[str, Any]]:
         raise TableError(
             f"{path}: table version {version}, this program reads {VERSION}; install a newer Spool"
         )
+    with _usable(path):
+        _require(is_sealed is not None, "its checksum")
+        _check_columns(file.schema_arrow, kind)
     return file, info
+
+
+def _check_columns(schema: Any, kind: str) -> None:
+    """Make sure that the columns that every version has are there, and all of their types."""
+    for field in _measured_schema() if kind == "measured" else _verdict_schema(()):
+        if field.name in schema.names:
+            _require(schema.field(field.name).type == field.type, field.name)
+        else:
+            _require(field.name.startswith("m_"), field.name)
 
 
 @contextmanager
@@ -352,7 +416,7 @@ def _usable(path: Path) -> Iterator[None]:
     """Make one line of whatever a table's contents, which anybody may have written, bring about."""
     try:
         yield
-    except (pa.ArrowException, AttributeError, KeyError, TypeError, ValueError) as error:
+    except _FOREIGN as error:
         why = " ".join(str(error).split())
         raise TableError(f"{path}: not a table of Spool: {why:.200}; {_way_out(path)}") from None
 
@@ -366,14 +430,6 @@ def _call_key(step: Any, order: Any, element: Any, name: Any) -> CallKey:
     _require(all(type(number) is int for number in (step, order, element)), "a call's place")
     _require(type(name) is str, "a call's name")
     return CallKey(step, order, element, name)
-
-
-def _typed(table: Any, schema: Any) -> Any:
-    """Return `table` if the columns that it shares with `schema` are of the same types."""
-    for field in schema:
-        if field.name in table.schema.names:
-            _require(table.schema.field(field.name).type == field.type, field.name)
-    return table
 
 
 def _way_out(path: Path) -> str:

@@ -118,7 +118,7 @@ class MeasuredRow:
         None for a call without outputs or without a measurement; such a call has
         exactly one row.
     inputs : str
-        JSON array of facts about the arguments.
+        JSON array of facts about the arguments; of a call's first row only.
     """
 
     header: CallHeader

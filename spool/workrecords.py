@@ -136,13 +136,12 @@ class Bound:
             return None
         data = read_json(path, "record of a run")
         try:
-            bound = cls(_text(data["run_id"]), _text(data["spool"]))
+            return cls(_text(data["run_id"]), _directory(data["spool"]))
         except (KeyError, ValueError):
-            bound = None
-        if bound is None or not Path(bound.spool).is_absolute():
             # Manifests name the run too, so nothing is lost with the file.
-            raise WorkDirError(f"{path}: not a usable record of a run: remove it and rerun")
-        return bound
+            raise WorkDirError(
+                f"{path}: not a usable record of a run: remove it and rerun"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -242,9 +241,6 @@ class Manifest(_Record):
 
     @classmethod
     def _parse(cls, data: dict[str, Any]) -> Manifest:
-        spool = _text(data["spool"])
-        if not Path(spool).is_absolute():
-            raise ValueError(f"spool {spool!r:.80} is not an absolute path")
         shards = tuple(
             ShardRef(shard_file(item["file"]), whole_number(item["bytes"], MAX_BYTES))
             for item in data["shards"]
@@ -257,10 +253,10 @@ class Manifest(_Record):
             rank=whole_number(data["rank"]),
             step=whole_number(data["step"]),
             batch=whole_number(data["batch"]),
-            spool=spool,
+            spool=_directory(data["spool"]),
             run_id=_text(data["run_id"]),
             shards=shards,
-            take=whole_number(data.get("take", 0)),
+            take=whole_number(data.get("take", 0), MAX_BYTES),
         )
 
 
@@ -389,6 +385,13 @@ def _text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r:.80} is not a string")
     return value
+
+
+def _directory(value: object) -> str:
+    path = _text(value)
+    if not Path(path).is_absolute() or "\0" in path:
+        raise ValueError(f"spool {path!r:.80} is not an absolute path")
+    return path
 
 
 def _counts(value: object) -> dict[int, int]:

@@ -70,9 +70,9 @@ def write_with_h5py(path, record, regions, change=None, attributes=None):
             change(file)
 
 
-def forge(path, change, regions=None, crc=None):
+def forge(path, change, regions=None, crc=None, call=None):
     """Write a shard that is sound but for its text, which `change` edits."""
-    call = make_call()
+    call = make_call() if call is None else call
     data = call.regions if regions is None else regions
     kinds = [[region.dtype.str.replace("|", "<"), region.nbytes] for region in data]
     described = [

@@ -55,3 +55,8 @@ def test_a_log_that_cannot_be_written_hides_nothing(
 def test_a_fault_keeps_its_traceback(tmp_path: Path) -> None:
     assert fail(tmp_path / "job.log", ZeroDivisionError("odd")) == 1
     assert "Traceback" in (tmp_path / "job.log").read_text()
+
+
+def test_a_name_that_is_not_utf8_hides_nothing(tmp_path: Path) -> None:
+    assert fail(tmp_path / "job.log", StoreError("/x\udcff: y")) == 1
+    assert (tmp_path / "job.log").read_text() == "spool: /x\\udcff: y\n"

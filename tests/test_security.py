@@ -34,7 +34,7 @@ from spool.job import job
 from spool.judging import check_segment
 from spool.ledger import Ledger, LedgerError, kept_shards, ledger_path
 from spool.merge import merge_rank
-from spool.parquet import TableError, read_measured, read_verdicts, write_measured
+from spool.parquet import TableError, _sealed, read_measured, read_verdicts, write_measured
 from spool.records import Outcome
 from spool.replay import batch
 from spool.replay.journal import Journal, recover
@@ -257,7 +257,9 @@ class Look:
 
 
 @pytest.mark.parametrize("watch", [True, False])
-@pytest.mark.parametrize("name", ["rank0", "rank0/step0", "run.json", "rank0/closed.json"])
+@pytest.mark.parametrize(
+    "name", ["rank0", "rank0/step0", "run.json", "rank0/closed.json", "rank0/heartbeat.json"]
+)
 def test_the_intake_refuses_a_link(tmp_path: Path, outside: Path, name: str, watch: bool) -> None:
     store = make_spool(tmp_path / "spool")
     put("a symbolic link", store.root / name, outside)
@@ -375,8 +377,11 @@ IDENTITY = {"a": 1}
     [
         {"start": [0]},
         {"start": "0"},
+        {"header": {}},
         {"done": 0},
+        {"done": "0", "result": {}},
         {"done": 0, "result": []},
+        {"lost": 0},
         {"lost": 0, "reason": {}},
         {"start": 0, "header": 1},
         {"evil": 1},
@@ -392,6 +397,7 @@ def test_a_record_that_no_job_writes_ends_a_journal(
         journal.add(record, 0.0)
         journal.add({"lost": 2, "reason": "x"}, 0.0)
     assert recover(path, IDENTITY).lost == {1: "x"}
+    assert len(path.read_bytes().splitlines()) == 2
 
 
 @pytest.mark.parametrize(
@@ -401,9 +407,12 @@ def test_a_record_that_no_job_writes_ends_a_journal(
         {"header": {"rank": 3}},
         {"header": {"rank": "0"}},
         {"header": {"more": 1}},
+        {"header": 1},
         {"outcome": "fine"},
         {"reason": 1},
         {"outputs": [{"count": "many"}]},
+        {"outputs": [{"count": 1 << 63}]},
+        {"outputs": [{"two_way.max_abs": 1 << 62}]},
         {"outputs": [{"unheard": 1}]},
         {"outputs": 3},
         {"inputs": None},
@@ -416,7 +425,7 @@ def test_a_journal_with_other_results_is_one_line(
     look, manifest = queue(tmp_path)
     sound = CallResult(batch.header_of_file(manifest, manifest.shards[0]), Outcome.SKIPPED, "x")
     data = {**sound.to_json(), **change}
-    if "header" in change:
+    if isinstance(change.get("header"), dict):
         data["header"] = {**sound.to_json()["header"], **change["header"]}  # type: ignore[dict-item]
     work = look.settings.work
     settings = ReplaySettings(bench_device="cpu")
@@ -573,12 +582,18 @@ SOUND = {"version": 1, "directory": "failed", "segments": [], "candidates": [], 
         {"evict": [[0, f"../../../../outside/{SECRET}"]]},
         {"evict": [[0, "/etc/passwd"]]},
         {"evict": [["0/../..", SECRET]]},
+        {"evict": [["0", SECRET]]},
         {"directory": "../outside"},
+        {"directory": "a\0b"},
         {"directory": 1},
         {"segments": ["0"]},
+        {"segments": [-1]},
+        {"segments": [1e400]},
         {"candidates": [[[0, 0, 0, "../../x.0"], SECRET, 1, True]]},
         {"candidates": [[[0, 0, 0, "Torch.add.0"], f"../{SECRET}", 1, True]]},
         {"candidates": [[[0, 1, 0, "Torch.add.0"], SECRET, 1, True]]},
+        {"candidates": [[[0, "0", 0, "Torch.add.0"], SECRET, 1, True]]},
+        {"candidates": [[[0, 0, 0, "Torch.add.0"], SECRET, 1, 2]]},
         {"candidates": [[[0, 0], SECRET, 1, True]]},
     ],
 )
@@ -639,40 +654,62 @@ def test_a_record_that_is_no_file_is_one_line(tmp_path: Path, what: str) -> None
         assert "not a regular file" in str(error.value) or "a symbolic link" in str(error.value)
 
 
+GONE = object()
+
+
 def rewritten(path: Path, column: str, value: object) -> None:
-    """Give a column of a table one other value throughout."""
+    """Give a column of a table one other value throughout, and the table a right checksum."""
     table = pq.read_table(path)
     place = table.schema.get_field_index(column)
-    values = pa.array([value] * table.num_rows)
-    other = table.set_column(place, column, values)
-    pq.write_table(other.replace_schema_metadata(table.schema.metadata), path)
+    other = table.remove_column(place)
+    if value is not GONE:
+        other = other.add_column(place, column, pa.array([value] * table.num_rows))
+    sink = pa.BufferOutputStream()
+    pq.write_table(other.replace_schema_metadata(table.schema.metadata), sink)
+    path.write_bytes(_sealed(sink.getvalue().to_pybytes()))
 
 
 @pytest.mark.parametrize(
-    ("column", "value"),
-    [("call_rank", "0"), ("outcome", "fine"), ("m_schema", 999), ("call_name", 1)],
+    ("column", "value", "why"),
+    [
+        ("call_rank", "0", "call_rank is not what it must be"),
+        ("outcome", "fine", "'fine' is not a valid Outcome"),
+        ("m_schema", 999, "schema 999"),
+        ("call_name", 1, "call_name is not what it must be"),
+        ("call_name", GONE, "call_name is not what it must be"),
+        ("m_count", "many", "m_count is not what it must be"),
+    ],
 )
 def test_measured_rows_of_somebody_else_are_one_line(
-    tmp_path: Path, column: str, value: object
+    tmp_path: Path, column: str, value: object, why: str
 ) -> None:
     path = tmp_path / "rows.parquet"
     write_measured(path, measured(), {})
     assert len(read_measured(path)) == 1
     rewritten(path, column, value)
-    with pytest.raises(TableError) as error:
+    with pytest.raises(TableError, match=f"not a table of Spool: .*{why}") as error:
         read_measured(path)
     assert str(path) in one_line(error)
 
 
 @pytest.mark.parametrize(
-    ("column", "value"), [("order", "0"), ("route", "both"), ("name", None), ("output", 1.5)]
+    ("column", "value", "why"),
+    [
+        ("order", "0", "order is not what it must be"),
+        ("route", "both", "'both' is not a valid Route"),
+        ("name", None, "name is not what it must be"),
+        ("output", 1.5, "output is not what it must be"),
+        ("shard", GONE, "shard is not what it must be"),
+    ],
 )
-def test_verdicts_of_somebody_else_are_one_line(tmp_path: Path, column: str, value: object) -> None:
+def test_verdicts_of_somebody_else_are_one_line(
+    tmp_path: Path, column: str, value: object, why: str
+) -> None:
     run = Run(tmp_path, [[[call_verdict()]]]).write()
     path = run.work.two_way(0, 0)
     assert len(list(read_verdicts(path))) == 1
     rewritten(path, column, value)
-    with pytest.raises(TableError) as error:
+    with pytest.raises(TableError, match=f"not a table of Spool: .*{why}") as error:
         list(read_verdicts(path))
     assert str(path) in one_line(error)
 

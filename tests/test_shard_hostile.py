@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import resource
 import subprocess
 import sys
 import zlib
@@ -14,9 +15,10 @@ import zlib
 import h5py
 import numpy as np
 import pytest
+from hostile import HOSTILE, OTHERS, external_storage
 from shardmaker import forge, make_call, same_call, text_of, write_with_h5py
 
-from spool import shard
+from spool import _hdf5, shard
 from spool._hdf5 import checksum
 from spool.errors import BadShard
 from spool.shard import Limits, NewerShard
@@ -37,112 +39,6 @@ def refusal(path, limits=None):
     return caught.value.reason
 
 
-def replace(file, name, **options):
-    """Replace a dataset by one of the same contents with other options."""
-    data = file[name][:]
-    del file[name]
-    return file.create_dataset(name, data=data, **options)
-
-
-def external_storage(file):
-    del file["storage/0"]
-    space = h5py.h5s.create_simple((6,))
-    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plist.set_external(b"/etc/passwd", 0, 24)
-    h5py.h5d.create(file["storage"].id, b"0", h5py.h5t.IEEE_F32LE, space, plist)
-
-
-def virtual(file):
-    del file["storage/0"]
-    layout = h5py.VirtualLayout((6,), np.float32)
-    layout[:] = h5py.VirtualSource("/etc/passwd", "x", (6,))
-    file.create_virtual_dataset("storage/0", layout)
-
-
-def compact(file):
-    del file["storage/0"]
-    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plist.set_layout(h5py.h5d.COMPACT)
-    space = h5py.h5s.create_simple((6,))
-    h5py.h5d.create(file["storage"].id, b"0", h5py.h5t.IEEE_F32LE, space, plist)
-
-
-def soft_link(file):
-    del file["storage/0"]
-    file["storage/0"] = h5py.SoftLink("/call")
-
-
-def external_link(file):
-    del file["storage/0"]
-    file["storage/0"] = h5py.ExternalLink("/tmp/other.h5", "/x")
-
-
-def second_hard_link(file):
-    del file["storage/2"]
-    file["storage/2"] = file["storage/0"]
-
-
-def cycle(file):
-    file["storage/up"] = file["storage"]
-
-
-def committed_type(file):
-    file["type"] = np.dtype(np.float32)
-    del file["storage/0"]
-    file.create_dataset("storage/0", data=np.zeros(6), dtype=file["type"])
-
-
-def odd_type(dtype):
-    def change(file):
-        del file["storage/0"]
-        file.create_dataset("storage/0", shape=(6,), dtype=dtype)
-
-    return change
-
-
-def huge(file):
-    del file["storage/0"]
-    file.create_dataset("storage/0", shape=(1 << 40,), dtype=np.float32)
-
-
-def shapeless(file):
-    del file["storage/0"]
-    file.create_dataset("storage/0", data=np.zeros((2, 3), np.float32))
-
-
-def deep(file):
-    group = file["storage"]
-    for _ in range(500):
-        group = group.create_group("g")
-
-
-def many(file):
-    for number in range(300):
-        file.create_group(f"storage/x{number}")
-
-
-HOSTILE = {
-    "external raw storage": external_storage,
-    "virtual": virtual,
-    "compact": compact,
-    "chunked": lambda file: replace(file, "storage/0", chunks=(2,)),
-    "filter": lambda file: replace(file, "storage/0", compression="gzip", chunks=(6,)),
-    "soft link": soft_link,
-    "external link": external_link,
-    "two links": second_hard_link,
-    "two links lead": cycle,
-    "committed": committed_type,
-    "reference": odd_type(h5py.ref_dtype),
-    "variable-length": odd_type(h5py.string_dtype()),
-    "compound": odd_type(np.dtype([("a", "<f4")])),
-    "opaque": odd_type(np.dtype("V4")),
-    "enumeration": odd_type(bool),
-    "array": odd_type(np.dtype(("<f4", (2,)))),
-    "heap": many,
-    "attributes": lambda file: file["storage"].attrs.update(x=1),
-}
-
-
 @pytest.mark.parametrize("reason", HOSTILE)
 def test_hostile_structure_is_refused_by_name(tmp_path, record, reason):
     path = tmp_path / "hostile.h5"
@@ -150,25 +46,7 @@ def test_hostile_structure_is_refused_by_name(tmp_path, record, reason):
     assert reason in refusal(path)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        None,
-        huge,
-        shapeless,
-        deep,
-        odd_type(">f4"),
-        lambda file: file.create_group("extra"),
-        lambda file: file.__delitem__("call"),
-        lambda file: file.__delitem__("storage"),
-        lambda file: file.__delitem__("storage/1"),
-        lambda file: file.move("storage/0", "storage/7"),
-        lambda file: file.attrs.update(extra=1),
-        lambda file: file.attrs.__delitem__("crc"),
-        lambda file: replace(file, "call", dtype=np.uint16),
-    ],
-    ids=[f"change{number}" for number in range(13)],
-)
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS.keys())
 def test_any_other_structure_is_refused(tmp_path, record, change):
     path = tmp_path / "hostile.h5"
     write_with_h5py(path, record, make_call().regions, change)
@@ -514,7 +392,7 @@ def test_a_writer_that_dies_leaves_no_shard_that_reads(tmp_path):
 import os, sys
 sys.path.insert(0, {tests!r})
 from shardmaker import make_call
-from spool import shard
+from spool import _hdf5, shard
 from pathlib import Path
 writev = os.writev
 os.writev = lambda file, parts: (writev(file, parts[:2]), os._exit(1))
@@ -526,3 +404,57 @@ shard.write(make_call(), Path(sys.argv[1]))
     assert done.returncode == 1
     assert 0 < path.stat().st_size < len(shard.encode(make_call()))
     refusal(path)
+
+
+def grown_by(function):
+    """Bytes by which the largest memory of a child grows while it runs `function`."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        before = peak()
+        function()
+        os.write(writer, str(peak() - before).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        text = said.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return int(text)
+
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def test_structure_of_any_kind_takes_no_memory(tmp_path, record):
+    """Declared sizes, compressed zeros, depths and loops cost what the file itself does."""
+    paths = []
+    for number, change in enumerate([*HOSTILE.values(), *OTHERS.values()]):
+        paths.append(tmp_path / f"{number}.h5")
+        write_with_h5py(paths[-1], record, make_call().regions, change)
+    paths.append(tmp_path / "giant.h5")
+    paths[-1].write_bytes(shard.encode(make_call()))
+    os.truncate(paths[-1], 200 << 30)
+    assert grown_by(lambda: [refusal(path) for path in paths]) < 32 << 20
+
+
+@pytest.mark.parametrize("item", [b"[],", b"{},", b'{"a":0},', b"[[[]]],", b"1.5,", b'"x",'])
+def test_text_takes_memory_in_proportion(tmp_path, item):
+    """A text may be 64 MiB, and its values are counted when they are there: 50 times as much."""
+    size = 2 << 20
+    path = tmp_path / "forged.h5"
+    body = b"[" + item * (size // len(item)) + b"0]"
+    forge(path, lambda record: json.dumps({**record, "outputs": 7}).encode().replace(b"7", body))
+    assert grown_by(lambda: refusal(path)) < 50 * size + (32 << 20)
+
+
+def test_layouts_of_many_regions_are_not_remembered(tmp_path):
+    """Thousands of shards, each of another layout of thousands of regions, would add up."""
+    path = tmp_path / "many.h5"
+    known = _hdf5._storage.cache_info().currsize
+    for number in range(3):
+        regions = [np.zeros((place + number) % 5, np.float32) for place in range(3000)]
+        call = make_call(args=(), kwargs={}, outputs=None, regions=regions)
+        path.write_bytes(shard.encode(call))
+        assert same_call(shard.read(path), call)
+    assert _hdf5._storage.cache_info().currsize == known

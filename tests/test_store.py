@@ -251,6 +251,24 @@ def test_a_marker_of_something_else_is_an_error(store, text):
         assert str(path) in one_line(error)
 
 
+@pytest.mark.parametrize(
+    ("member", "value"),
+    [
+        ("time", float("inf")),
+        ("bytes", 1 << 53),
+        ("captured", 10**400),
+        ("step", -1),
+    ],
+)
+def test_numbers_that_cannot_be_counted_with_are_refused(store, member, value):
+    path = store.root / "rank0/heartbeat.json"
+    store.heartbeat(0, Heartbeat(1.0, 1, "h", 0, 0, 0))
+    path.write_text(json.dumps({**json.loads(path.read_text()), member: value}))
+    with pytest.raises(StoreError) as error:
+        store.read_heartbeat(0)
+    assert f"member '{member}'" in one_line(error)
+
+
 def test_errors_of_opening(tmp_path):
     with pytest.raises(StoreError) as error:
         Store.open(tmp_path / "absent")

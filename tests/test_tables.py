@@ -403,3 +403,32 @@ def test_the_way_out_of_a_damaged_table(tmp_path: Path, place: str, words: str) 
     with pytest.raises(TableError, match=words) as info:
         read_measured(path)
     assert "\n" not in str(info.value)
+
+
+def test_no_changed_bit_becomes_another_row(tmp_path: Path) -> None:
+    """Parquet has no checksum of its own: a flipped bit in a page would be another verdict."""
+    sound, path = tmp_path / "sound", tmp_path / "m.parquet"
+    write_measured(sound, ROWS, {})
+    data = bytearray(sound.read_bytes())
+    for at in [*range(0, len(data), 37), *range(len(data) - 24, len(data))]:
+        data[at] ^= 1 << at % 8
+        path.write_bytes(data)
+        with pytest.raises(TableError):
+            read_measured(path)
+        data[at] ^= 1 << at % 8
+    path.write_bytes(data)
+    assert repr(read_measured(path)) == repr(read_measured(sound))
+    data[len(data) // 3] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(TableError, match="the table does not match its checksum; remove it"):
+        read_measured(path)
+
+
+def test_text_that_is_not_utf8_is_escaped(tmp_path: Path) -> None:
+    """Paths of a training script may hold any bytes; Python shows them as surrogates."""
+    path = tmp_path / "m.parquet"
+    head = replace(ROWS[0].header, module="a\ud800", stack="/x\udcff.py:1 in f")
+    write_measured(path, [replace(ROWS[0], header=head), *ROWS[1:]], {})
+    first, *others = read_measured(path)
+    assert (first.header.module, first.header.stack) == ("a\\ud800", "/x\\udcff.py:1 in f")
+    assert [row.header for row in others] == [row.header for row in ROWS[1:]]

@@ -187,3 +187,46 @@ def test_a_newer_record_asks_for_a_newer_spool(
     path.write_text(json.dumps({**record.to_json(), "version": 2}))
     with pytest.raises(SpoolError, match="of version 2, this program reads 1; install a newer"):
         type(record).load(path)
+
+
+COUNTS = {"shards": 1, "bytes": 2, "dropped": 0, "skipped": {"x": 3}, "blocked_seconds": 0.5}
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        {"steps": 5, "reason": ""},
+        {"steps": {"0": {**COUNTS, "shards": 1.5}}, "reason": ""},
+        {"steps": {"0": {**COUNTS, "shards": 1 << 53}}, "reason": ""},
+        {"steps": {"0": {**COUNTS, "skipped": {"x": -1}}}, "reason": ""},
+        {"steps": {"0": {**COUNTS, "skipped": [3]}}, "reason": ""},
+        {"steps": {"x": COUNTS}, "reason": ""},
+        {"steps": {"0": None}, "reason": ""},
+        [],
+    ],
+)
+def test_an_end_with_other_counts_is_refused(tmp_path: Path, expected: object) -> None:
+    path = tmp_path.joinpath(*END.place)
+    replace(END, expected={"steps": {"0": COUNTS}, "reason": ""}).save(path)
+    assert RankEnd.load(path).found == END.found
+    path.write_text(json.dumps({**END.to_json(), "expected": expected}))
+    with pytest.raises(SpoolError, match="not a usable end of a rank: expected is n"):
+        RankEnd.load(path)
+
+
+def test_a_spool_that_is_no_path_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps({**MANIFEST.to_json(), "spool": "/nfs/\0"}))
+    with pytest.raises(SpoolError, match="is not an absolute path"):
+        Manifest.load(path)
+
+
+@pytest.mark.parametrize(
+    "record", [replace(END, missing={10: (1 << 53) - 1}), replace(MANIFEST, take=(1 << 53) - 1)]
+)
+def test_counts_as_large_as_a_spool_may_have_are_read_back(
+    tmp_path: Path, record: Manifest | RankEnd
+) -> None:
+    path = tmp_path.joinpath(*record.place)
+    record.save(path)
+    assert type(record).load(path) == record

@@ -57,7 +57,7 @@ class Owner:
                 started=int(data["started"]),
                 since=float(data["since"]),
             )
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
     @property

@@ -11,7 +11,7 @@ from spool.intake.ledger import Clock, RankLedger
 from spool.intake.remind import Reminder
 from spool.intake.targets import rank_tables
 from spool.intake.watch import Hints
-from spool.markers import to_json
+from spool.markers import MarkerError, to_json
 from spool.settings import Settings
 from spool.workdir import RankEnd, ShardRef
 
@@ -95,7 +95,7 @@ class RankFollower:
         now = self._clock()
         # Read before the listing: what a closed rank counts is there by then.
         closed = self._store.rank_closed(self.rank)
-        beat = self._store.read_heartbeat(self.rank)
+        beat = self._read_heartbeat()
         if beat != self._beat:
             self._beat, self._alive = beat, now
         self._check_takes()
@@ -115,6 +115,13 @@ class RankFollower:
         if self._over_since is None or not is_done:
             return found
         return Found(found.batches, found.segments, self._end(closed))
+
+    def _read_heartbeat(self) -> Heartbeat | None:
+        """The last sign of life; one that a crash left torn is as good as none."""
+        try:
+            return self._store.read_heartbeat(self.rank)
+        except MarkerError:
+            return self._beat
 
     def await_first(self, there: Iterable[int]) -> Found:
         """Wait for a rank that is not in the spool, or give it up after `idle_timeout`."""

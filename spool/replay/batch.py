@@ -124,11 +124,16 @@ def _measure(job: Job, record: Manifest) -> list[MeasuredRow]:
         return recover(job.journal, identity)
 
     progress = run_workers(job, len(record.shards), reload(), reload)
+    return _rows(record, progress, job.journal)
+
+
+def _rows(record: Manifest, progress: Progress, journal: Path) -> list[MeasuredRow]:
+    """The rows of every shard of a batch, which are all settled."""
     try:
         results = [_result(record, number, progress) for number in range(len(record.shards))]
     except ValueError as error:
         raise ReplayError(
-            f"{job.journal}: not a usable journal: {error}; remove it and rerun"
+            f"{journal}: not a usable journal: {error}; remove it and rerun"
         ) from None
     results.sort(key=lambda result: result.header.key)
     return [row for result in results for row in result.rows()]
@@ -232,7 +237,9 @@ def _quarantine(record: Manifest, work: WorkDir, rows: list[MeasuredRow]) -> Non
         make_dirs(target)
     for file, reason in bad.items():
         note = {"shard": file, "spool": record.spool, "batch": record.batch, "reason": reason}
-        atomic_write(target / f"{file}.json", json.dumps(note, ensure_ascii=False).encode() + b"\n")
+        # What is not UTF-8 in a path has an escape of its own in JSON.
+        text = json.dumps(note, ensure_ascii=False).encode("utf-8", "backslashreplace")
+        atomic_write(target / f"{file}.json", text + b"\n")
         with contextlib.suppress(FileNotFoundError), record.opened() as here:
             _move(here / file, target / file)
 

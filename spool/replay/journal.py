@@ -122,7 +122,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
         if not space or not line.endswith(b"\n") or int(digits, 16) != zlib.crc32(text[:-1]):
             return None
         record = json.loads(text.decode("utf-8", "surrogatepass"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 

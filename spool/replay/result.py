@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain, repeat
 from typing import Any
 
 from spool.call import Call, CallContext
@@ -12,6 +13,10 @@ from spool.records import CallHeader, MeasuredRow, Outcome
 from spool.standards.rows import RECORD_FIELDS, OutputMeasurement
 from spool.standards.select import route_of, standard_of
 from spool.workdir import Manifest, ShardRef
+
+# It is repeated in every row of a call, and a shard may hold megabytes of it.
+_MAX_FRAMES = 10
+_MAX_PLACE = 1000
 
 
 @dataclass(frozen=True)
@@ -36,11 +41,11 @@ class CallResult:
     inputs: str = "[]"
 
     def rows(self) -> list[MeasuredRow]:
-        """One row per output; one in all if there is none."""
+        """One row per output; one in all if there is none. The first one has the inputs."""
         outputs: list[OutputMeasurement | None] = [*self.outputs] or [None]
         return [
-            MeasuredRow(self.header, self.outcome, self.reason, output, self.inputs)
-            for output in outputs
+            MeasuredRow(self.header, self.outcome, self.reason, output, inputs)
+            for output, inputs in zip(outputs, chain([self.inputs], repeat("[]")), strict=False)
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -116,6 +121,10 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
+# No column of a table holds larger integers exactly.
+_MOST = {"int": 1 << 63, "float": 1 << 53}
+
+
 def _require(record: dict[str, Any], kinds: Mapping[str, str]) -> None:
     """Make sure that every member is of its kind; None is a blank."""
     for name, value in record.items():
@@ -123,8 +132,12 @@ def _require(record: dict[str, Any], kinds: Mapping[str, str]) -> None:
         if value is None and kinds is RECORD_FIELDS:
             continue
         items, item = ([value], kind) if kind in _KINDS else (value, kind[:-1])
-        if type(items) is not list or not all(type(part) in _KINDS[item] for part in items):
+        if type(items) is not list or not all(_is_of(part, item) for part in items):
             raise ValueError(f"{name} is not {kind}")
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    return type(value) in _KINDS[kind] and (type(value) is not int or abs(value) < _MOST[kind])
 
 
 def header_of_file(manifest: Manifest, shard: ShardRef) -> CallHeader:
@@ -160,8 +173,8 @@ def header_of_call(
         direction=call.direction,
         route=route_of(call.api, overrides).value,
         standard=standard_of(call.api, overrides).value,
-        module=call.context.module,
-        stack="\n".join(_stack(call.context)),
+        module=call.context.module[:_MAX_PLACE],
+        stack="\n".join(line[:_MAX_PLACE] for line in _stack(call.context)[:_MAX_FRAMES]),
         device=call.context.device,
         bench_device=bench_device,
     )

@@ -134,8 +134,10 @@ class Worker:
         self.todo: list[int] = job["todo"]
         self.say = say
         self.bench = open_bench(self.settings)
+        host = torch.device("cpu")
         devices = {self.bench.device, self.bench.golden}
         self.limit = int(min(memory_of(device) for device in devices) * _USABLE)
+        self.readable = shards.Limits(region_bytes=int(memory_of(host) * _USABLE))
         if self.bench.device.type == "cpu":
             limit_process(self.limit)
 
@@ -168,13 +170,16 @@ class Worker:
             return replay_call(call, header, self.bench, self.limit)
         except BadShard as bad:
             return CallResult(header, Outcome.QUARANTINED, bad.reason)
+        except MemoryError as error:
+            why = str(error) or "the shard does not fit into memory"
+            return CallResult(header, Outcome.REPLAY_FAILED, f"MemoryError: {why}")
 
     def _read(self, shard: ShardRef) -> Call:
         for wait in _READ_ATTEMPTS:
             time.sleep(wait)  # a network mount may be a moment behind
             try:
                 with self.manifest.opened() as here:
-                    return shards.read(here / shard.file)
+                    return shards.read(here / shard.file, self.readable)
             except OSError as error:
                 reason = error.strerror or type(error).__name__
         if not self.manifest.step_dir.is_dir():

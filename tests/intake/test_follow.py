@@ -14,6 +14,7 @@ from spools import make_call, make_spool, publish_step
 from spool.close import close_rank
 from spool.errors import SpoolError, StoreError
 from spool.intake.follow import Intake
+from spool.intake.rank import SILENT
 from spool.settings import BatchLimits, Settings
 from spool.status import status_lines
 from spool.store import Heartbeat, RankCounts, StepCounts, Store, parse_shard_name
@@ -849,3 +850,20 @@ def test_published_rows_are_not_the_only_ones(root: Path) -> None:
     run.work.replay(0, 0).write_bytes(b"other")
     Run(root, watch=False).intake.prepare()
     assert run.work.measured(0, 0).read_bytes() == b"rows"
+
+
+def test_a_torn_heartbeat_stops_nothing(root: Path) -> None:
+    """It is not synchronised, so a crash of the training host may leave it empty."""
+    store = Store.create(root / "spool", {})
+    counts = publish_step(store, 0, 0, 2)
+    store.heartbeat(0, beat())
+    run = Run(root)
+    run.intake.prepare()
+    (store.rank_dir(0) / "heartbeat.json").write_bytes(b"")
+    run.look()
+    run.look(SILENT + 1)
+    assert any("rank 0 silent" in line for line in run.lines)
+    store.close_rank(0, RankCounts({0: counts}, "disabled"))
+    assert run.look(10)
+    assert RankEnd.load(run.work.end(0)).found == {0: 2}
+    run.close()

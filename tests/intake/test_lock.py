@@ -129,3 +129,10 @@ def test_release_twice_is_harmless(path: Path) -> None:
     lock.release()
     assert path.read_text() == ""
     assert issubclass(LockError, SpoolError)
+
+
+@pytest.mark.parametrize("text", ["[" * 4000, '{"pid": 1e999}', '{"pid": ' + "9" * 4000 + "}"])
+def test_an_owner_of_any_text_is_none(text: str) -> None:
+    whole = {**asdict(Owner.me()), "pid": "HERE"}
+    for content in (text, json.dumps(whole).replace('"HERE"', "1e999")):
+        assert Owner.parse(content) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,8 @@ def test_an_altered_line_ends_the_journal(journal: Path) -> None:
 )
 def test_what_is_no_record(line: bytes) -> None:
     assert decode(line) is None
+
+
+def test_a_record_of_any_depth_is_no_record() -> None:
+    text = b"[" * 100_000
+    assert decode(b"%08x %s\n" % (zlib.crc32(text), text)) is None

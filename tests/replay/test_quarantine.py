@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spool.files import copy_open
+from spool.files import copy_open, open_regular
 from spool.replay import batch
 
 SHM = Path("/dev/shm")
@@ -102,3 +102,23 @@ def test_what_became_a_link_meanwhile_is_not_followed(tmp_path: Path) -> None:
     for source in (link, pipe, tmp_path / "gone"):
         assert not batch._copy(source, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
+
+
+def test_holes_stay_holes(tmp_path: Path) -> None:
+    """A sparse file of a terabyte takes no room where it lies, nor where it is copied to."""
+    source, target = tmp_path / "shard.h5", tmp_path / "out"
+    size = 1 << 40
+    with source.open("wb") as file:
+        file.write(b"head" * 1000)
+        file.seek(size // 2)
+        file.write(b"middle" * 100_000)
+        file.truncate(size)
+    if source.stat().st_blocks * 512 > 100 << 20:
+        pytest.skip("a file system without holes")
+    copy_open(open_regular(source), target)
+    assert target.stat().st_size == size
+    assert target.stat().st_blocks * 512 < 100 << 20
+    with target.open("rb") as file:
+        assert file.read(4000) == b"head" * 1000
+        file.seek(size // 2)
+        assert file.read(600_001) == b"middle" * 100_000 + b"\0"
