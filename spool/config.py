@@ -38,6 +38,7 @@ _UNITS = {
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _SPAN = re.compile(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?")
 _MAX_SPAN = 1_000_000
+_MAX_STEP = 10**12 - 1  # of the store, where it is the most digits of a name
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class CaptureConfig:
         Seconds that the trainer may be blocked before a call is dropped.
     resume : bool
         Go on in a spool where this rank has shards: closed steps stay.
+    first_step : int
+        Number of the step that capture begins with, as after a checkpoint.
     ignored : tuple of str
         Keys of an msprobe file that do not apply, to be logged once.
     """
@@ -102,6 +105,7 @@ class CaptureConfig:
     max_call_bytes: int = 2 * GIB
     max_wait: float = 60.0
     resume: bool = False
+    first_step: int = 0
     ignored: tuple[str, ...] = ()
 
     def wants_rank(self, rank: int) -> bool:
@@ -346,6 +350,12 @@ def _seconds(key: str, value: object) -> float:
     return float(value)
 
 
+def _step_number(key: str, value: object) -> int:
+    if not _is_int(value) or not 0 <= value <= _MAX_STEP:
+        _fail(key, value, f"a step's number, from 0 to {_MAX_STEP}")
+    return value
+
+
 def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -371,4 +381,5 @@ CHECKS: dict[str, Callable[[str, object], Any]] = {
     "max_call_bytes": _amount,
     "max_wait": _seconds,
     "resume": _flag,
+    "first_step": _step_number,
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from spool.errors import StoreError
 from spool.intake.progress import failing_calls
+from spool.processes import is_running
 from spool.store import Store
 from spool.workdir import Bound, Manifest, WorkDir
 
@@ -56,10 +58,12 @@ def _captured(store: Store, rank: int, now: float) -> str:
         return f"closed ({closed.reason}): {calls} calls in {len(closed.steps)} steps{lost}"
     if beat is None:
         return "open, no heartbeat yet"
-    blocked = "BLOCKED, the spool is full" if beat.blocked else "not blocked"
+    trainer = "trainer BLOCKED, the spool is full" if beat.blocked else "trainer not blocked"
+    if beat.host == socket.gethostname() and not is_running(beat.pid):
+        trainer = f"process {beat.pid} is gone: `spool close {store.root} --rank {rank}` ends it"
     return (
         f"step {beat.step} open, {beat.captured} calls captured ({_size(beat.bytes)}), "
-        f"last heartbeat {max(0.0, now - beat.time):.0f} s ago, trainer {blocked}"
+        f"last heartbeat {max(0.0, now - beat.time):.0f} s ago, {trainer}"
     )
 
 

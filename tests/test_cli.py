@@ -71,6 +71,11 @@ def test_status_tells_of_the_trainer_and_of_the_checks(here: Path) -> None:
     assert lines[2] == "rank 0: 0 of 0 calls replayed (0 of 0 batches), 0 failing so far"
     store.heartbeat(0, beat(blocked=True))
     assert "trainer BLOCKED" in list(status_lines(store.root, work.root))[1]
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    store.heartbeat(0, Heartbeat(100.0, gone.pid, socket.gethostname(), 0, 2, 9, blocked=True))
+    line = list(status_lines(store.root, work.root))[1]
+    assert f"process {gone.pid} is gone: `spool close {store.root} --rank 0` ends it" in line
 
     for number in range(3):
         shards = tuple(ShardRef(f"{n:06d}.Torch.add.{n}.h5", 1) for n in range(10))

@@ -112,6 +112,8 @@ def test_files_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("backward", "yes", "true or false"),
         ("recompute", 1, "true or false"),
         ("resume", "no", "true or false"),
+        ("first_step", -1, "a step's number, from 0"),
+        ("first_step", True, "a step's number, from 0"),
         ("queue_bytes", 0, "number of bytes"),
         ("queue_bytes", "2 parsecs", "number of bytes"),
         ("queue_bytes", True, "number of bytes"),

@@ -29,6 +29,8 @@ class Ledger:
         Seconds that the trainer was made to wait.
     in_vain : float
         Of them, those after which there was no room: at most `max_wait` in a step.
+    said_waiting : bool
+        It was said that training waits.
     sealed : bool
         No further call of this step will come.
     whole : bool
@@ -47,6 +49,7 @@ class Ledger:
     skipped: Counter[str] = field(default_factory=Counter)
     blocked: float = 0.0
     in_vain: float = 0.0
+    said_waiting: bool = False
     sealed: bool = False
     whole: bool = True
     closing: bool = False

@@ -69,7 +69,7 @@ class Live:
         self._on_end = on_end
         self._patience = max(config.max_wait, _LEAST_PATIENCE)
         self._thread = threading.get_ident()
-        self._step = 0
+        self._step = config.first_step
         self._started = False
         self._pushed = False
         self._said_below = False
@@ -98,7 +98,9 @@ class Live:
             self._arena.close_file()
             pool = PinnedPool(config.queue_bytes // 4)
             taker = Taker(self._sink, rank, self._arena, pool, config.max_call_bytes)
-            self.recorder = Recorder(self._sink, Filters(config), taker, config.backward)
+            self.recorder = Recorder(
+                self._sink, Filters(config), taker, config.backward, self._step
+            )
             self._engine = Engine(self.recorder) if config.backward else None
             self.mode = Interceptor(self.recorder, self._engine)
             self._exits = Exits(self.end)
@@ -106,6 +108,16 @@ class Live:
             self._exits.install()
             self._keeper = Keeper(self._beat, lambda: self._sink.blocked, watermark)
             undo.pop_all()
+        if self._kept:
+            logger.info(
+                "rank %d: %d steps from %d to %d are closed already and stay; this run begins with "
+                "step %d (first_step)",
+                rank,
+                len(self._kept),
+                min(self._kept),
+                max(self._kept),
+                self._step,
+            )
 
     def _start_writers(
         self, pull: Pull, done: Callable[[Done], None], lock: threading.RLock

@@ -68,7 +68,9 @@ class Recorder:
         Whether operators of the autograd engine are captured.
     """
 
-    def __init__(self, sink: Sink, filters: Filters, taker: Taker, backward: bool) -> None:
+    def __init__(
+        self, sink: Sink, filters: Filters, taker: Taker, backward: bool, step: int
+    ) -> None:
         self.active = False
         self._backward = backward
         self._sink = sink
@@ -80,7 +82,7 @@ class Recorder:
         self._casts = CastCache()
         self._lock = threading.RLock()
         self._failures = 0
-        self.ledger = sink.ledger(0)
+        self.ledger = sink.ledger(step)
         self._counters = Counters()
 
     def new_step(self, step: int) -> None:

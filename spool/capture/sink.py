@@ -28,6 +28,7 @@ NO_ROOM = "queue full"
 SPOOL_FULL = "spool full"
 TOO_LARGE = "larger than queue_bytes"
 WRITE_FAILED = "write failed"
+_PATIENT_SECONDS = 5.0
 
 
 class Backend(Protocol):
@@ -222,8 +223,15 @@ class Sink:
             left = begin + self._max_wait - ledger.in_vain - time.monotonic()
             if self._stalled or left <= 0 or (found == SPOOL_FULL and self._watermark.drop):
                 break
-            self._state.wait(left)
+            self._state.wait(min(left, _PATIENT_SECONDS))
             found = self._obstacle(nbytes)
+            if found and not ledger.said_waiting and time.monotonic() - begin >= _PATIENT_SECONDS:
+                ledger.said_waiting = True
+                logger.warning(
+                    "%s: training waits for room, at most %.0f s; see whether the workflow runs",
+                    found,
+                    self._max_wait,
+                )
         self._waiting = False
         waited = time.monotonic() - begin
         ledger.blocked += waited

@@ -223,8 +223,10 @@ class Intake(threading.Thread):
             raise StoreError(f"{self._root}: another run began there; start the workflow again")
         bound = Bound.load(self._work.run)
         if bound is not None and bound.run_id != store.run.run_id:
+            same = bound.spool == str(self._root)
+            when = " before it was cleared and captured anew" if same else ""
             raise StoreError(
-                f"{self._work.root}: holds another run, that of {bound.spool}; "
+                f"{self._work.root}: holds another run, that of {bound.spool}{when}; "
                 "use another one: --config work_dir=DIR"
             )
         # The spool may have moved; jobs take its path from here.

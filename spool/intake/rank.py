@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from spool.errors import StoreError
 from spool.intake.ledger import Clock, RankLedger
 from spool.intake.remind import Reminder
 from spool.intake.targets import rank_tables
@@ -254,9 +255,15 @@ class RankFollower:
             missing=missing,
             note=self._note,
         )
+        tables = rank_tables(self._settings.results_dir, end).all
+        path = self._settings.work.end(self.rank)
+        if missing and not path.exists() and any(table.exists() for table in tables):
+            raise StoreError(
+                f"{tables[0].parent}: holds tables of rank {self.rank} of this run, and "
+                f"{sum(missing.values())} of its shards are not in the spool: another work_dir, "
+                "which checked them, has their rows; use that one, or name another results_dir"
+            )
         # Late shards change it, and then the tables must be older.
-        end.save(
-            self._settings.work.end(self.rank), rank_tables(self._settings.results_dir, end).all
-        )
+        end.save(path, tables)
         self.is_ended = True
         return end

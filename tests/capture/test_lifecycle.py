@@ -374,3 +374,21 @@ def test_steps_that_are_not_captured_have_no_mode(spooled):
         assert kinds() == ["Other"]
     assert spooled.names(1) == ["Torch.sin.0"]
     assert spooled.names(3) == ["Torch.cos.0", "Torch.tan.0"]
+
+
+def test_who_goes_on_from_a_checkpoint_names_the_step(spooled, said):
+    with spooled.enable() as session:
+        for _ in range(3):
+            torch.sin(torch.ones(2))
+            session.step()
+    with spooled.enable(resume=True, first_step=3, step=["0-4"]) as session:
+        for _ in range(4):
+            torch.cos(torch.ones(2))
+            session.step()
+    assert "3 steps from 0 to 2 are closed already and stay; this run begins with step 3" in said()
+    assert [spooled.names(step) for step in range(6)] == [
+        *[["Torch.sin.0"]] * 3,
+        *[["Torch.cos.0"]] * 2,
+        [],
+    ]
+    assert sorted(spooled.store().rank_closed(0).steps) == [0, 1, 2, 3, 4]

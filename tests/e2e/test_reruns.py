@@ -194,6 +194,18 @@ def test_rows_that_are_gone_with_their_shards_are_one_line(retired: Path, tmp_pa
     assert harness.tables(root) == tables
 
 
+def test_another_work_directory_leaves_finished_tables_alone(retired: Path, tmp_path: Path) -> None:
+    cwd = copy(retired, tmp_path / "run")
+    finished = harness.tables(cwd)
+    done = run(cwd, check=False, work_dir="other")
+    assert done.returncode == 1
+    (line,) = {line for line in done.stderr.splitlines() if "holds tables of rank 0" in line}
+    assert "of its shards are not in the spool: another work_dir" in line
+    assert harness.tables(cwd) == finished
+    run(cwd)
+    assert harness.tables(cwd) == finished
+
+
 def test_retain_changed_after_shards_were_retired(retired: Path, tmp_path: Path) -> None:
     """`all` brings nothing back and says so; `none` deletes what was kept."""
     root = copy(retired, tmp_path / "run")
