@@ -10,29 +10,27 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from spool.capture.arena import Arena
+from spool.capture.claim import claim
 from spool.capture.context import npu_version
 from spool.capture.engine import Engine
 from spool.capture.exits import Exits, raised_by_handler
 from spool.capture.filters import Filters
 from spool.capture.interceptor import Interceptor, open_modes
-from spool.capture.keeper import HEARTBEAT_SECONDS, Keeper
+from spool.capture.keeper import Keeper
 from spool.capture.ledger import amount
 from spool.capture.recorder import HOOK_FAILED, Recorder
 from spool.capture.remote import RemoteWriters
 from spool.capture.sink import Backend, Sink
 from spool.capture.snapshot import PinnedPool
-from spool.capture.spawn import WRITER
 from spool.capture.taking import Taker
 from spool.capture.watermark import Watermark
 from spool.capture.writers import Done, Pull, Writers
 from spool.config import CaptureConfig
 from spool.errors import StoreError, ignoring_refusals
-from spool.processes import runs_on
 from spool.store import Heartbeat, RankCounts, StepCounts, Store
 
 logger = logging.getLogger("spool")
@@ -82,7 +80,7 @@ class Live:
             undo.callback(self._arena.retire)
             undo.callback(self._arena.close_file)
             self._store = Store.create(config.spool_dir, _versions())
-            self._kept = _claim(self._store, rank, config.resume, self._patience)
+            self._kept = claim(self._store, rank, config.resume, self._patience)
             watermark = Watermark(
                 config.max_spool_bytes, config.on_full == "drop", lambda: self._store.usage()
             )
@@ -394,65 +392,6 @@ class Live:
         if self.mode.present():
             self.mode.remove()
         self._exits.uninstall()
-
-
-def _claim(store: Store, rank: int, resume: bool, patience: float) -> dict[int, StepCounts]:
-    """Make sure that no capture of this rank is in the way; counts of steps that stay."""
-    beat = store.read_heartbeat(rank)
-    if resume and beat is not None:
-        beat = _wait_for_writer(store, rank, beat, patience)
-    if beat is not None and _alive(beat) and store.rank_closed(rank) is None:
-        raise StoreError(
-            f"{store.root}: rank {rank} is being captured by process {beat.pid}: "
-            "end that one first, or set RANK if this process is another rank"
-        )
-    if not resume:
-        if beat is not None or store.steps(rank) or store.rank_closed(rank) is not None:
-            raise StoreError(
-                f"{store.root} holds a capture of rank {rank} already: enable with resume=True to "
-                f"go on with it, name another spool_dir, or run `spool clear {store.root}`"
-            )
-        return {}
-    store.reopen_rank(rank)
-    store.remove_partials(rank)
-    for number in store.unclosed_steps(rank):
-        store.drop_step(rank, number)
-    kept = {number: store.step_closed(rank, number) for number in store.steps(rank)}
-    return {number: counts for number, counts in kept.items() if counts is not None}
-
-
-def _wait_for_writer(store: Store, rank: int, beat: Heartbeat, patience: float) -> Heartbeat | None:
-    """Wait for the writer process of a trainer that was killed, which still publishes."""
-    begin = time.monotonic()
-    # This process may be the trainer itself, by exec.
-    while _is_writer(beat) and (beat.pid == os.getpid() or not runs_on(beat.host, beat.pid)):
-        if time.monotonic() - begin > patience:
-            raise StoreError(
-                f"{store.root}: rank {rank} is still written by process {beat.writer}, whose "
-                "trainer is gone: end that one first"
-            )
-        logger.info("rank %d: process %d still writes what was captured", rank, beat.writer)
-        time.sleep(1.0)
-        again = store.read_heartbeat(rank)
-        if again is None or store.rank_closed(rank) is not None:
-            return again
-        beat = again
-    return beat
-
-
-def _is_writer(beat: Heartbeat) -> bool:
-    """Whether the writer process of a heartbeat runs, and its number is not another's by now."""
-    try:
-        command = Path(f"/proc/{beat.writer}/cmdline").read_bytes()
-    except OSError:
-        return False
-    return runs_on(beat.host, beat.writer) and WRITER.encode() in command
-
-
-def _alive(beat: Heartbeat) -> bool:
-    """Whether the process behind a heartbeat is surely another one and running."""
-    recent = time.time() - beat.time < 3 * HEARTBEAT_SECONDS
-    return recent and beat.pid != os.getpid() and runs_on(beat.host, beat.pid)
 
 
 def _versions() -> dict[str, str]:
