@@ -6,7 +6,7 @@ again once the shards are retired.
 
 from __future__ import annotations
 
-from spool.files import atomic_write
+from spool.files import atomic_write, make_dirs
 from spool.workdir import Manifest, Segment, WorkDir, WorkDirError
 
 
@@ -25,7 +25,7 @@ def mend(work: WorkDir, rank: int) -> None:
     for number in work.replayed_batches(rank):
         if number not in measured:
             path = work.measured(rank, number)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_dirs(path.parent)
             atomic_write(path, work.replay(rank, number).read_bytes())
             measured.add(number)
     for number in work.segments(rank):
