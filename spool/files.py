@@ -24,7 +24,7 @@ import zlib
 from pathlib import Path
 from typing import BinaryIO
 
-from spool.errors import about, ignoring_refusals
+from spool.errors import about, ignoring_refusals, is_of_system
 from spool.processes import is_running
 
 # Less the umask. Calls hold a training run's data: others than the group get nothing.
@@ -47,12 +47,22 @@ def opener(path: str | os.PathLike[str], flags: int) -> int:
     return above_standard(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE))
 
 
-def above_standard(file: int) -> int:
-    """A descriptor behind those of standard input, output and error, in place of one of these.
+def occupy_standard() -> None:
+    """Put /dev/null where a program has closed its standard input, output or error.
 
-    Where a program has closed these their numbers come again, but a child's are replaced,
-    and anybody may write to them.
+    Their numbers would come again, for a file of ours too, and anybody writes to them.
     """
+    for file in range(3):
+        try:
+            os.fstat(file)
+        except OSError as error:
+            if not is_of_system(error):
+                raise
+            os.open(os.devnull, os.O_RDWR)
+
+
+def above_standard(file: int) -> int:
+    """A descriptor behind those of the standard streams, if they were closed since."""
     if file > 2:
         return file
     higher = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 3)

@@ -31,6 +31,7 @@ from spool.capture.watermark import Watermark
 from spool.capture.writers import Done, Pull, Writers
 from spool.config import CaptureConfig
 from spool.errors import StoreError, ignoring_refusals
+from spool.files import occupy_standard
 from spool.store import Heartbeat, RankCounts, StepCounts, Store
 
 logger = logging.getLogger("spool")
@@ -75,6 +76,7 @@ class Live:
         self._closer: int | None = None
         self._closed = threading.Event()
         self._end_lock = threading.RLock()
+        occupy_standard()
         with contextlib.ExitStack() as undo:
             self._arena = Arena(config.queue_bytes)
             undo.callback(self._arena.retire)
