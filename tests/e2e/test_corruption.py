@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from hostile import HOSTILE, OTHERS
@@ -138,7 +137,6 @@ def healthy_rows(run: Path, damaged: set[str]) -> dict[str, list[dict[str, str]]
     return found
 
 
-@pytest.mark.slow
 def test_damaged_shards_are_set_aside_and_all_others_are_judged(tmp_path: Path) -> None:
     rounds = (2 * len(SPECIMENS) + 12) // 3 + 1
     harness.python(tmp_path, CAPTURE.format(seed=0, spool="spool-data", rounds=rounds))

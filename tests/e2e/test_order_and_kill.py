@@ -6,11 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import harness
-import pytest
 
 
 def start(cwd: Path, **config: object) -> subprocess.Popen[bytes]:
@@ -26,13 +24,6 @@ def start(cwd: Path, **config: object) -> subprocess.Popen[bytes]:
         stderr=log,
         start_new_session=True,
     )
-
-
-def wait_until(condition: object, process: subprocess.Popen[bytes], limit: float = 120) -> None:
-    """Wait until `condition()` holds or the process ended."""
-    end = time.monotonic() + limit
-    while time.monotonic() < end and process.poll() is None and not condition():  # type: ignore[operator]
-        time.sleep(0.02)
 
 
 def test_workflow_first_and_one_core(tmp_path: Path) -> None:
@@ -55,29 +46,6 @@ def test_workflow_first_and_one_core(tmp_path: Path) -> None:
     assert len(a) >= 5
     for name in a:
         assert a[name] == b[name], name
-
-
-STAGES = {
-    "batches": "batches/rank0/*.json",
-    "measured": "measured/rank0/*.parquet",
-    "two_way": "two_way/rank0/*.parquet",
-    "three_way": "three_way/rank0/*.parquet",
-    "retired": "retired/rank0/*.json",
-}
-
-
-@pytest.mark.parametrize("stage", sorted(STAGES))
-def test_kill_and_same_command(
-    stage: str, faulty_spool: Path, faulty_tables: dict[str, bytes], tmp_path: Path
-) -> None:
-    harness.copy_spool(faulty_spool, tmp_path)
-    process = start(tmp_path, batch="{calls: 140}")
-    wait_until(lambda: any((tmp_path / "work").glob(STAGES[stage])), process)
-    assert process.poll() is None, "ended before it could be killed"
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    harness.workflow(tmp_path, batch="{calls: 140}")
-    assert harness.tables(tmp_path) == faulty_tables
 
 
 def test_kill_again_and_again(
