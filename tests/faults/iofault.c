@@ -33,7 +33,8 @@
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 #define LONGEST 4096
 
-static int is_ready, is_on;
+static int is_on;
+static pid_t ready; /* a forked child is another process */
 static long seen;
 static __thread int inside;
 
@@ -118,10 +119,11 @@ static int fails(const char *op, const char *path)
 {
     if (inside) return 0;
     inside = 1;
-    if (!is_ready) {
-        is_ready = 1;
+    if (ready != getpid()) {
+        ready = getpid();
+        seen = 0;
         is_on = *setting("IOFAULT_UNDER") && has_role();
-        if (is_on && *setting("IOFAULT_LOG"))
+        if (is_on && log_file < 0 && *setting("IOFAULT_LOG"))
             log_file = REAL(open)(setting("IOFAULT_LOG"), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
         log_it("start", command);
     }
