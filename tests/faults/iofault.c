@@ -8,7 +8,8 @@
    IOFAULT_NOT     words that must not be in it
    IOFAULT_OPS     operations that count, separated by ',': open write fsync rename unlink link
                    mkdir read
-   IOFAULT_AT      fires at the n-th of them in a process
+   IOFAULT_PATH    shell pattern of the files that count, '*' is any text; empty for every file
+   IOFAULT_AT      fires at the n-th of these operations in a process
    IOFAULT_ONCE    file that says it has fired, made by who fires first; without one it
                    fires at every operation from the n-th on
    IOFAULT_DO      'kill', 'kill-all' (the process group IOFAULT_GROUP), or an error number
@@ -20,6 +21,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <fnmatch.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -94,8 +96,10 @@ static void absolute(int directory, const char *path, char *out)
     }
 }
 
-static int counts(const char *op)
+static int counts(const char *op, const char *path)
 {
+    const char *pattern = setting("IOFAULT_PATH");
+    if (*pattern && fnmatch(pattern, path, 0)) return 0;
     char ops[256];
     snprintf(ops, sizeof ops, "%s", setting("IOFAULT_OPS"));
     char *rest = NULL;
@@ -128,7 +132,7 @@ static int fails(const char *op, const char *path)
         log_it("start", command);
     }
     int result = 0;
-    if (is_on && is_under(path) && counts(op)) {
+    if (is_on && is_under(path) && counts(op, path)) {
         log_it(op, path);
         long number = __atomic_add_fetch(&seen, 1, __ATOMIC_SEQ_CST), at = atol(setting("IOFAULT_AT"));
         const char *once = setting("IOFAULT_ONCE"), *what = setting("IOFAULT_DO");

@@ -53,6 +53,8 @@ class Fault:
         "kill", "kill-all" (its process group too), or the name of an error number.
     ops : str
         Kinds of operations that count, separated by commas.
+    path : str
+        Shell pattern of the files that count; empty for every file.
     once : bool
     without : str
         Words that must not be in the command line.
@@ -62,6 +64,7 @@ class Fault:
     at: int
     action: str
     ops: str = EVERY
+    path: str = ""
     once: bool = True
     without: str = ""
 
@@ -93,7 +96,8 @@ def environment(
         found["IOFAULT_LOG"], found["IOFAULT_OPS"] = str(log), EVERY
     if fault is not None:
         found["IOFAULT_ROLE"], found["IOFAULT_NOT"] = fault.role, fault.without
-        found["IOFAULT_OPS"], found["IOFAULT_AT"] = fault.ops, str(fault.at)
+        found["IOFAULT_OPS"], found["IOFAULT_PATH"] = fault.ops, fault.path
+        found["IOFAULT_AT"] = str(fault.at)
         found["IOFAULT_DO"] = str(ERRORS.get(fault.action, fault.action))
         if fault.once:
             found["IOFAULT_ONCE"] = str(fired)

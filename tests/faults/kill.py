@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +58,8 @@ STEPS = 3
 CALLS = 10
 _CONFIG = ("rank_list=[0]", "threads=1", "bench_device=cpu", "batch={calls: 3, seconds: 1}")
 _LIMIT = 300.0
-# Numbers of processes and random names, which differ from run to run.
-_UNIQUE = re.compile(r"\.[0-9a-f]{8}-\d+-[0-9a-f]{8}|\.[0-9a-f]{32}|(?<=_)\d{14}(?=_)")
+# Numbers of processes, random names and times, which differ from run to run.
+_UNIQUE = re.compile(r"(?<=\.)([0-9a-f]{8}-\d+-[0-9a-f]{8}|[0-9a-f]{32})|(?<=_)\d{14}(?=_)")
 
 
 @dataclass(frozen=True, order=True)
@@ -69,15 +70,20 @@ class Point:
     ----------
     role : str
         Name of the process, a key of `ROLES`.
-    at : int
-        Which of its operations it is.
     what : str
-        The operation and its file, without what differs from run to run.
+        The operation and its file, with "*" for what differs from run to run.
+    at : int
+        Which of these in the process, from 1.
     """
 
     role: str
-    at: int
     what: str
+    at: int
+
+    def fault(self, action: str) -> Fault:
+        """What to do here."""
+        operation, _, path = self.what.partition(" ")
+        return Fault(ROLES[self.role], self.at, action, operation, f"*/{path}")
 
     @property
     def kind(self) -> tuple[str, str, str]:
@@ -157,8 +163,7 @@ class Bench:
         met = []
         for number, (point, action) in enumerate(points):
             fired = directory / f"fired{number}"
-            words = ROLES[point.role]
-            fault = Fault(words, point.at, action)
+            fault = point.fault(action)
             status, said = self._run(directory, point.role, fault=fault, fired=fired)
             met.append((point, action, status, fired.exists(), said))
         status, said = self._run(directory, role)
@@ -301,19 +306,18 @@ def tables(directory: Path) -> dict[str, bytes]:
 def _points(text: str, roots: list[Path]) -> Iterator[Point]:
     """The operations of a log, by the role of whoever did them."""
     roles: dict[str, str] = {}
-    counts: dict[str, int] = {}
+    counts: Counter[tuple[str, str]] = Counter()
     for line in text.splitlines():
         process, operation, path = line.split(" ", 2)
         if operation == "start":
             found = [role for role, words in ROLES.items() if words in path]
             roles[process] = found[0] if found and "bash -c" not in path else ""
-            counts[process] = 0
         elif roles.get(process):
-            counts[process] += 1
             for root in roots:
                 path = path.removeprefix(f"{root}/")
-            what = f"{operation} {_UNIQUE.sub('.*', path)}"
-            yield Point(roles[process], counts[process], what)
+            what = f"{operation} {_UNIQUE.sub('*', path)}"
+            counts[process, what] += 1
+            yield Point(roles[process], what, counts[process, what])
 
 
 def _kill_writer_of(trainer: int) -> None:
