@@ -58,7 +58,7 @@ def test_init_writes_a_workflow_and_overwrites_nothing(
     assert (here / "new" / "Snakefile").is_file()
     assert (here / "new" / "profiles" / "default" / "config.yaml").is_file()
     assert main(["init", "new"]) == 2
-    assert "would be overwritten" in capsys.readouterr().err
+    assert "exists and would be overwritten; name an empty directory" in capsys.readouterr().err
 
 
 def test_status_tells_of_the_trainer_and_of_the_checks(here: Path) -> None:
@@ -128,7 +128,8 @@ def test_clear_deletes_only_when_sure(here: Path, capsys: pytest.CaptureFixture[
     (here / "spool-data" / "notes.txt").touch()
     # Nobody can be asked here.
     assert main(["clear"]) == 2
-    assert "add --yes" in capsys.readouterr().err
+    assert "would be deleted (" in (said := capsys.readouterr().err)
+    assert "bytes); add --yes" in said
     assert store.ranks() == [0, 1]
     assert main(["clear", "--rank", "1", "--yes"]) == 0
     assert store.ranks() == [0]

@@ -145,7 +145,7 @@ def test_unknown_key_names_the_valid_ones(tmp_path: Path) -> None:
 
 
 def test_same_key_twice() -> None:
-    with pytest.raises(ConfigError, match="the same key"):
+    with pytest.raises(ConfigError, match="spool_dir and nfs_path are the same key"):
         load(spool_dir="/a", nfs_path="/b")
 
 
@@ -159,6 +159,8 @@ def test_files_that_are_no_configuration(tmp_path: Path, document: str) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must hold keys and values, such as .*; it holds list"):
+        load(write(tmp_path / "list.json", [1]))
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         load(tmp_path / "none.json")
     with pytest.raises(ConfigError, match=r"is a directory; write spool_dir="):
@@ -240,8 +242,8 @@ def test_msprobe_unset_values_mean_unset(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"task": "statistics"}, "task='statistics'"),
-        ({"level": "L0"}, "level='L0'"),
+        ({"task": "statistics"}, "task='statistics' is not supported; set it to 'tensor'"),
+        ({"level": "L0"}, "level='L0' holds no API calls; allowed: "),
         ({"tensor": []}, "tensor must be an object"),
         ({"rank": ["a-b"]}, "rank=['a-b']"),
         ({"port": 70000}, "port=70000"),
@@ -274,7 +276,11 @@ def test_run_ut_section(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("document", "said"),
-    [("{", "is not JSON"), ({"task": "tensor"}, "no run_ut section"), ({"run_ut": 3}, "an object")],
+    [
+        ("{", "is not JSON"),
+        ({"task": "tensor"}, "has no run_ut section; name an msprobe config.json"),
+        ({"run_ut": 3}, "an object"),
+    ],
 )
 def test_run_ut_section_that_is_not_there(tmp_path: Path, document: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

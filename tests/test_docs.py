@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -58,9 +59,14 @@ def first_column(name: str, header: str) -> list[str]:
 
 @cache
 def literals() -> tuple[str, ...]:
-    """Every text in the sources: f-strings joined, with holes for what is put in."""
+    """Every text in the sources."""
+    return texts((ROOT / "spool").rglob("*.py"))
+
+
+def texts(paths: Iterable[Path]) -> tuple[str, ...]:
+    """Every text in Python files: f-strings joined, with holes for what is put in."""
     found: set[str] = set()
-    for path in sorted((ROOT / "spool").rglob("*.py")):
+    for path in sorted(paths):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         inside: set[int] = set()
         for node in ast.walk(tree):
@@ -95,6 +101,33 @@ def is_printed(message: str) -> bool:
     return any(words in literal and pattern.fullmatch(literal) for literal in literals())
 
 
+# So many words in a row, or all if there are fewer, tell a message from others.
+_TELLING = 4
+
+
+def runs(text: str) -> set[tuple[str, ...]]:
+    """Up to `_TELLING` words of a text that stand in a row, with nothing put in between."""
+    found = set()
+    for part in re.split(f"{PLACEHOLDER.pattern}|{HOLE}", text):
+        words = re.findall(r"\w+", part)
+        for size in range(1, _TELLING + 1):
+            found |= {tuple(words[i : i + size]) for i in range(len(words) - size + 1)}
+    return found
+
+
+@cache
+def expected() -> frozenset[tuple[str, ...]]:
+    """The runs of words in all texts of the tests, which are what they expect to be said."""
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    return frozenset().union(*(runs(text.replace("\\", "")) for text in texts(paths)))
+
+
+def is_expected(message: str) -> bool:
+    found = runs(message)
+    longest = max(map(len, found))
+    return any(len(run) == longest and run in expected() for run in found)
+
+
 MESSAGES = first_column("docs/troubleshooting.md", "message")
 REASONS = first_column("docs/troubleshooting.md", "reason")
 
@@ -120,6 +153,17 @@ def test_a_message_of_the_documents_is_one_that_is_printed(message: str) -> None
 @pytest.mark.parametrize("reason", [reason for reason in REASONS if reason != "<class>"])
 def test_a_reason_of_the_documents_is_one_that_is_given(reason: str) -> None:
     assert is_printed(reason), f"no text under spool/ is like {reason!r}"
+
+
+def test_the_check_of_expectations_can_fail() -> None:
+    assert is_expected("cannot make the spool <dir>: <why>")
+    assert not is_expected("<dir>: nobody ever " + "expects this to be said; <what>")
+    assert not is_expected("<dir>: unheard" + "of")
+
+
+@pytest.mark.parametrize("message", [text for text in [*MESSAGES, *REASONS] if text != "<class>"])
+def test_a_message_of_the_documents_is_one_that_a_test_expects(message: str) -> None:
+    assert is_expected(message), f"no test expects words of {message!r}"
 
 
 def section(text: str, start: str, stop: str) -> str:

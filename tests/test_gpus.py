@@ -58,7 +58,7 @@ def test_an_absent_gpu_is_refused(
     monkeypatch: pytest.MonkeyPatch, device: str, there: list[int]
 ) -> None:
     monkeypatch.setattr(gpus, "visible_gpus", lambda: there)
-    with pytest.raises(ConfigError, match=r"gpus: \[3\] is not allowed"):
+    with pytest.raises(ConfigError, match=r"gpus: \[3\] is not allowed; visible are "):
         gpus_to_use(device, [3])
 
 

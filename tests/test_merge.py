@@ -287,7 +287,10 @@ def test_an_empty_rank_has_empty_tables(tmp_path: Path) -> None:
 def test_tables_that_lost_a_call_are_refused(tmp_path: Path) -> None:
     run = small_run(tmp_path)
     write_segment(run.work.three_way(0, 0), THREE, [], 0, 0, 0)
-    with pytest.raises(MergeError, match=r"rank 0 step 0: its batches have 3 shards.*2 calls"):
+    with pytest.raises(
+        MergeError,
+        match=r"rank 0 step 0: its batches have 3 shards.*2 calls; remove the tables of rank 0",
+    ):
         merge_rank(run.work.root, 0, run.results)
     assert not [p for p in run.results.iterdir() if p.suffix == ".csv"]
 

@@ -36,7 +36,7 @@ from spool.retire import RetireError
 from spool.settings import RetireSettings
 from spool.standards.rows import Route, Status
 from spool.tables import VerdictInfo, detail_columns, write_verdicts
-from spool.workdir import Bound, WorkDir, read_json
+from spool.workdir import Bound, Segment, WorkDir, read_json
 
 FAILED = RetireSettings()
 
@@ -375,7 +375,9 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
     run = Run(tmp_path, [[mixed(0)]]).write()
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", rename)
-        with pytest.raises(RetireError, match="No space left on device; make room") as info:
+        with pytest.raises(
+            RetireError, match=r"cannot keep the shard in .*: No space left on device; make room"
+        ) as info:
             retire_number(run, 0)
     assert "\n" not in str(info.value)
     assert len(run.in_spool()) == 9
@@ -394,7 +396,9 @@ def test_a_spool_that_may_only_be_read_is_one_line(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", refuse)
         patch.setattr(Path, "unlink", lambda p, **kw: refuse(p) if p.suffix == ".h5" else None)
-        with pytest.raises(RetireError, match=r"Read-only file system; .*set retain=all"):
+        with pytest.raises(
+            RetireError, match=r"cannot delete the shard: Read-only file system; .*set retain=all"
+        ):
             retire_number(run, 0)
     assert len(run.in_spool()) == 9
     # What failed was copied out all the same.
@@ -458,6 +462,16 @@ def test_a_verdict_of_another_shard_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path, [[mixed(0)]]).write()
     run._verdicts(0, 0, [*mixed(0)[:-1], call_verdict("Tensor.mul.77", 77)])
     with pytest.raises(RetireError, match="is no shard of segment 0"):
+        retire_number(run, 0)
+    assert len(run.in_spool()) == 9
+
+
+def test_a_segment_of_another_step_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path, [[mixed(0)]]).write()
+    replace(Segment.load(run.work.segment(0, 0)), step=3).save(run.work.segment(0, 0))
+    with pytest.raises(
+        RetireError, match="of step 0, but its segment 0 is of step 3; nothing was deleted; remove"
+    ):
         retire_number(run, 0)
     assert len(run.in_spool()) == 9
 

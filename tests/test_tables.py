@@ -281,7 +281,9 @@ def test_a_table_of_another_kind_or_version(tmp_path: Path) -> None:
         read_measured(path)
     newer = pa.schema([("a", pa.int64())], {b"spool": b'{"kind": "measured", "version": 99}'})
     pq.write_table(pa.table({"a": [1]}, schema=newer), path)
-    with pytest.raises(TableError, match="version 99, this program reads 1"):
+    with pytest.raises(
+        TableError, match="table version 99, this program reads 1; install a newer Spool"
+    ):
         read_measured(path)
 
 

@@ -185,7 +185,9 @@ def test_a_newer_record_asks_for_a_newer_spool(
 ) -> None:
     path = tmp_path / "record.json"
     path.write_text(json.dumps({**record.to_json(), "version": 2}))
-    with pytest.raises(SpoolError, match="of version 2, this program reads 1; install a newer"):
+    with pytest.raises(
+        SpoolError, match="of version 2, this program reads 1; install a newer Spool"
+    ):
         type(record).load(path)
 
 

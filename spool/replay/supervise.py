@@ -112,7 +112,7 @@ class _End:
         if self.hung:
             return (
                 f"{job.manifest}: the replay process does not get ready within "
-                f"{_START_SECONDS:g} s; see whether its device answers"
+                f"{_patience(job.settings.call_timeout):g} s; see whether its device answers"
             )
         if self.signal:
             name = signal.Signals(self.signal).name
@@ -135,6 +135,11 @@ class _End:
         name = signal.Signals(self.signal).name
         hint = " (out of memory?)" if self.signal == signal.SIGKILL else ""
         return f"Crash: the replay process died of {name}{hint}"
+
+
+def _patience(call_timeout: float) -> float:
+    """Seconds after which a worker that is in no call is given up."""
+    return max(_START_SECONDS, call_timeout)
 
 
 class _Worker:
@@ -181,7 +186,7 @@ class _Worker:
 
     def _follow(self) -> None:
         assert self.process.stdout is not None
-        deadline = time.monotonic() + max(_START_SECONDS, self.timeout)
+        deadline = time.monotonic() + _patience(self.timeout)
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             while True:

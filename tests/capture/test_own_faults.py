@@ -176,6 +176,8 @@ def test_a_fault_beside_the_calls_is_said(
     assert calls[0] >= 1, "the stage was never reached"
     problems = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert problems
+    if stage == "heartbeat":
+        assert "the spool cannot be looked after: " in problems[0].getMessage()
     assert not session.active
 
 

@@ -55,7 +55,7 @@ def test_full_queue_drops_after_max_wait_and_says_so(spooled, slow, said):
     assert (counts.shards, counts.dropped) == (2, 2)
     assert counts.skipped == {"queue full": 2}
     assert counts.blocked_seconds >= 0.2
-    assert said().count("queue full: calls are dropped") == 1
+    assert said().count("queue full: calls are dropped and counted until there is room") == 1
     assert spooled.names() == ["Torch.sin.0", "Torch.sin.3"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -189,7 +190,7 @@ def test_shards_that_appear_after_closed_json_are_waited_for(root: Path) -> None
     run = Run(root, missing_seconds=30.0)
     run.intake.prepare()
     assert not run.look()
-    assert any("closed with 3 calls, 1 seen" in line for line in run.lines)
+    assert any("closed with 3 calls, 1 seen; waiting for the rest" in line for line in run.lines)
     store.publish(make_call(order=1))
     assert not run.look(10)
     store.publish(make_call(order=2))
@@ -299,12 +300,16 @@ def test_ranks_that_begin_late_or_after_another_ended(root: Path) -> None:
 def test_a_rank_that_never_appears_without_watching_is_an_error(root: Path) -> None:
     make_spool(root / "spool", ranks=2)
     run = Run(root, watch=False, rank_list=(0, 5))
-    with pytest.raises(StoreError, match=r"rank 5 is not in .* \(ranks there: 0, 1\)"):
+    with pytest.raises(
+        StoreError, match=r"rank 5 is not in .* \(ranks there: 0, 1\); name ranks that were"
+    ):
         run.intake.prepare()
 
 
 def test_a_missing_spool_without_watching_is_an_error(root: Path) -> None:
-    with pytest.raises(StoreError, match="no spool there"):
+    with pytest.raises(
+        StoreError, match="no spool there; name the directory that the training host"
+    ):
         Run(root, watch=False).intake.prepare()
 
 
@@ -411,6 +416,20 @@ def test_a_mount_that_goes_away_is_waited_for(root: Path) -> None:
     store.close_rank(0, RankCounts({0: StepCounts(2, 1)}, "disabled"))
     assert run.look(10)
     assert RankEnd.load(run.work.end(0)).found == {0: 2}
+    run.close()
+
+
+def test_a_work_directory_that_is_full_ends_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_spool(root / "spool")
+    run = Run(root)
+    run.intake.prepare()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "work/batches/rank0/000000.json")
+
+    monkeypatch.setattr(Manifest, "save", refuse)
+    with pytest.raises(StoreError, match="No space left on device; mend that and start again"):
+        run.look()
     run.close()
 
 

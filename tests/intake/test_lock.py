@@ -43,10 +43,14 @@ def path(tmp_path: Path) -> Path:
 def test_a_living_owner_is_refused_with_its_pid(path: Path) -> None:
     process = hold(path)
     try:
-        with pytest.raises(LockError, match=f"process {process.pid} already") as caught:
+        with pytest.raises(
+            LockError, match=f"process {process.pid} already fills .*; end it, or use another"
+        ) as caught:
             WorkLock(path).acquire()
         assert "\n" not in str(caught.value)
-        with pytest.raises(LockError, match=f"process {process.pid} .* is running"):
+        with pytest.raises(
+            LockError, match=f"process {process.pid} .* is running; end it instead of unlocking"
+        ):
             WorkLock(path).force()
     finally:
         process.kill()
@@ -62,7 +66,7 @@ def test_a_killed_owner_is_taken_over_with_a_line(
     with WorkLock(path):
         line = capsys.readouterr().err
         assert f"process {process.pid} on" in line
-        assert "taking over" in line
+        assert "is gone; taking over" in line
     # Given back in order, nobody is told of anything.
     with WorkLock(path):
         assert capsys.readouterr().err == ""
@@ -88,7 +92,9 @@ def test_another_host_is_refused_until_it_is_released(path: Path) -> None:
     path.parent.mkdir()
     far = replace(Owner.me(), host="far", boot="other", pid=77)
     path.write_text(json.dumps(asdict(far)))
-    with pytest.raises(LockError, match="process 77 on far") as caught:
+    with pytest.raises(
+        LockError, match=r"held by .*process 77 on far.*; if it no longer runs"
+    ) as caught:
         WorkLock(path).acquire()
     assert f"spool unlock {path.parent}" in str(caught.value)
     assert WorkLock(path).force() == far

@@ -101,10 +101,13 @@ def test_foreign_names_do_not_end_the_observer(watch: Watch, tmp_path: Path) -> 
     assert watch._observer.is_alive()
 
 
-def test_an_observer_that_dies_is_replaced(watch: Watch, tmp_path: Path) -> None:
+def test_an_observer_that_dies_is_replaced(
+    watch: Watch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     watch.stop()
     _, is_due = watch.take()
     assert is_due
+    assert capsys.readouterr().err == "spool: the file observer ended; polling instead\n"
     assert watch.is_polling
     Store.open(tmp_path / "spool").publish(make_call())
     assert wait_for(watch, (0, 0), set())

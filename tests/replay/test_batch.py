@@ -23,6 +23,7 @@ from spool.call import Call
 from spool.errors import SpoolError
 from spool.parquet import read_measured, read_meta
 from spool.records import MeasuredRow, Outcome
+from spool.replay import supervise
 from spool.replay.batch import replay_batch
 from spool.settings import ReplaySettings
 from spool.workdir import WorkDir
@@ -317,7 +318,9 @@ def test_a_killed_job_resumes_to_the_same_bytes(sabotaged: Path) -> None:
     assert ours.read_bytes() == theirs.read_bytes()
 
 
-def test_two_jobs_on_one_batch_give_one_result(sabotaged: Path) -> None:
+def test_two_jobs_on_one_batch_give_one_result(
+    sabotaged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     manifest = spool_calls(sabotaged, [unary("erfinv", order) for order in range(3)])
     first = job(sabotaged, manifest)
     wait_for(lambda: journal_of(sabotaged).exists() and journal_of(sabotaged).stat().st_size > 0)
@@ -329,6 +332,36 @@ def test_two_jobs_on_one_batch_give_one_result(sabotaged: Path) -> None:
     assert first.wait() == 0
     thread.join()
     assert [row.outcome for row in rows[0]] == [Outcome.MEASURED] * 3
+    assert "batch 0: waiting for another job that replays it" in capsys.readouterr().err
+
+
+def test_a_shard_that_does_not_fit_is_its_own_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import spool.shard\ndef read(*_): raise MemoryError\nspool.shard.read = read\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (row,) = replayed(tmp_path, spool_calls(tmp_path, ordinary_calls()[:1]))
+    assert row.reason == "MemoryError: the shard does not fit into memory"
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "words"),
+    [
+        ("os._exit(4)", 60, "the replay process ends before it replays anything (status 4)"),
+        ("time.sleep(60)", 2, "the replay process does not get ready within 2 s; see whether"),
+    ],
+)
+def test_workers_that_do_not_get_ready(
+    code: str, seconds: float, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"import os, time\n{code}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(supervise, "_START_SECONDS", seconds)
+    manifest = spool_calls(tmp_path, ordinary_calls()[:1])
+    with pytest.raises(SpoolError) as caught:
+        replayed(tmp_path, manifest, replace(SETTINGS, call_timeout=1.0))
+    assert words in str(caught.value)
 
 
 def test_the_supervisor_does_without_torch() -> None:

@@ -135,6 +135,7 @@ def test_the_refusal_names_what_was_asked_for_and_is_short() -> None:
     with pytest.raises(BadShard) as caught:
         resolve("Torch." + "x" * 10_000)
     assert caught.value.reason.startswith("asks for 'Torch.xxx")
+    assert caught.value.reason.endswith(", which is refused")
     assert len(caught.value.reason) < 200
 
 
