@@ -19,13 +19,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spool.capture.session import Session, disable, enable, step
+    from spool.replay.registry import reference, register_reference
 
-__all__ = ["Session", "disable", "enable", "step"]
+_CAPTURE = ("Session", "disable", "enable", "step")
+_REPLAY = ("reference", "register_reference")
+
+__all__ = ["Session", "disable", "enable", "reference", "register_reference", "step"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
+    if name in _CAPTURE:
         from spool.capture import session
 
         return getattr(session, name)
+    if name in _REPLAY:
+        from spool.replay import registry
+
+        return getattr(registry, name)
     raise AttributeError(f"module 'spool' has no attribute {name!r}")

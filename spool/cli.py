@@ -77,6 +77,14 @@ def _parser() -> argparse.ArgumentParser:
     unlock.add_argument("work_dir", nargs="?", default="work", type=Path)
     unlock.set_defaults(command=_unlock)
 
+    selftest = commands.add_parser(
+        "selftest", help="check the fused operators of a device against their references"
+    )
+    selftest.add_argument(
+        "--device", choices=("npu", "cuda", "cpu"), default="npu", help="default: %(default)s"
+    )
+    selftest.set_defaults(command=_selftest)
+
     demo = commands.add_parser("demo", help="train a small model with a fault, and find it")
     demo.add_argument("--dir", default="demo", type=Path, help="default: %(default)s")
     demo.add_argument("--cores", default=2, type=int, help="default: %(default)s")
@@ -151,6 +159,19 @@ def _unlock(arguments: argparse.Namespace) -> int:
     owner = WorkLock(path).force()
     print(f"{path}: released, was held by {owner}" if owner else f"{path}: nobody holds it")
     return 0
+
+
+def _selftest(arguments: argparse.Namespace) -> int:
+    from spool.replay.selftest import operators_of, selftest
+
+    bad = count = 0
+    for row in selftest(arguments.device, operators_of(arguments.device)):
+        name = f"{row.operator} ({row.what})" if row.what else row.operator
+        said = "" if row.verdict == "pass" else f"  {row.message}"
+        print(f"{row.verdict:8}{row.dtype:9}{name}{said}", flush=True)
+        bad, count = bad + row.is_bad, count + 1
+    print(f"{count} calls, {bad} wrong")
+    return 1 if bad else 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -56,6 +56,7 @@ _SPELLINGS = (
     ("gt", "__gt__"),
     ("ge", "__ge__"),
 )
+_FUSED_PREFIX = "NPU."
 _ALIASES: dict[str, tuple[str, ...]] = {name: row for row in _SPELLINGS for name in row}
 
 
@@ -107,3 +108,8 @@ def spellings(base: str) -> tuple[str, ...]:
 def canonical_name(name: str) -> str:
     """The base name by which all spellings of an API are listed: ``__add__`` gives ``add``."""
     return spellings(base_name(name))[0]
+
+
+def is_fused(api: str) -> bool:
+    """Whether a prefixed name is that of an operator of torch_npu."""
+    return api.startswith(_FUSED_PREFIX)

@@ -111,6 +111,8 @@ class ReplaySettings(_Json):
         Overrides of standards, because they decide a call's route.
     call_timeout : float
         Seconds after which one call is given up.
+    fused : dict
+        References of fused operators by name, as ``package.module:function``.
     """
 
     bench_device: str = field(default="auto", metadata={"choices": ("auto", "cuda", "cpu")})
@@ -120,6 +122,7 @@ class ReplaySettings(_Json):
     allow_tf32: bool = False
     standards: dict[str, Any] = field(default_factory=dict)
     call_timeout: float = 600.0
+    fused: dict[str, Any] = field(default_factory=dict)
 
     def measuring(self) -> dict[str, Any]:
         """The keys that decide what is measured, as they are stored with the rows."""
@@ -127,6 +130,7 @@ class ReplaySettings(_Json):
             "bench_device": self.bench_device,
             "golden": self.golden,
             "allow_tf32": self.allow_tf32,
+            "fused": self.fused,
         }
 
 
@@ -268,6 +272,10 @@ def load_settings(config: Mapping[str, Any], schema: Mapping[str, Any]) -> Setti
         from spool.standards.thresholds import validate_overrides
 
         validate_overrides(standards)
+    if fused := values.get("fused", {}):
+        from spool.userreferences import check_references
+
+        check_references(fused)
     for key in ("work_dir", "results_dir"):
         if re.search("[{}]", str(values.get(key, ""))):
             # They are parts of the workflow's patterns, where braces mean something.
@@ -288,7 +296,7 @@ def load_settings(config: Mapping[str, Any], schema: Mapping[str, Any]) -> Setti
             black_list=tuple(sorted(set(values.get("black_list", ())))),
             standards=standards,
         ),
-        replay=ReplaySettings(standards=standards, **_given(values, ReplaySettings)),
+        replay=ReplaySettings(standards=standards, fused=fused, **_given(values, ReplaySettings)),
         retire=RetireSettings(
             failed_dir=str(Path(failed).absolute()) if failed else "",
             **_given(values, RetireSettings),
@@ -356,7 +364,8 @@ _NEVER = object()
 
 def _given(values: Mapping[str, Any], cls: type[Any], skip: tuple[str, ...] = ()) -> dict[str, Any]:
     """The scalar values among `values` that are fields of `cls`."""
-    taken = {"batch", "gpus", "rank_list", "white_list", "black_list", "standards", *skip}
+    taken = {"batch", "gpus", "rank_list", "white_list", "black_list", "standards", "fused"}
+    taken |= {*skip}
     floats = {item.name for item in fields(cls) if item.type == "float"}
     return {
         item.name: float(values[item.name]) if item.name in floats else values[item.name]

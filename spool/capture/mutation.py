@@ -80,6 +80,8 @@ _OPERATORS: dict[str, _Writes] = {
         )
     ),
 }
+# What fused operators write besides: with amsgrad, the maximum so far.
+_FUSED = {"npu_apply_adam_w": (_Argument("max_grad_norm", 8),)}
 _TABLE |= {f"{prefix}.{op}": w for op, w in _OPERATORS.items() for prefix in ("Torch", "Aten")}
 
 _NEVER = 1_000  # the position of an argument that is given by name only
@@ -94,7 +96,8 @@ def _writes(api: str) -> _Writes | None:
         return _TABLE[api]
     base = base_name(api)
     if api.startswith("NPU."):
-        return _schema_writes(f"npu::{base}")
+        schemas = torch._C._jit_get_schemas_for_operator(f"npu::{base}")
+        return _declared(schemas, outputs=True, more=_FUSED.get(base, ()))
     if base.startswith(("_foreach_", "_fused_")):
         return _schema_writes(f"aten::{base}")
     if base == "__setitem__" or (base.endswith("_") and not base.endswith("__")):
@@ -112,9 +115,11 @@ def _schema_writes(operator: str) -> _Writes | None:
     return _declared(torch._C._jit_get_schemas_for_operator(operator), outputs=False)
 
 
-def _declared(schemas: Iterable[Any], *, outputs: bool) -> _Writes | None:
+def _declared(
+    schemas: Iterable[Any], *, outputs: bool, more: Iterable[_Argument] = ()
+) -> _Writes | None:
     """What operator schemas say is written."""
-    found = {
+    found = set(more) | {
         _Argument(argument.name, _NEVER if argument.kwarg_only else position)
         for schema in schemas
         for position, argument in enumerate(schema.arguments)

@@ -21,6 +21,7 @@ from spool.replay.estimate import check_call, check_stored
 from spool.replay.execute import (
     Bench,
     autocast_dtype,
+    chosen,
     compared,
     default_dtype,
     run,
@@ -28,6 +29,7 @@ from spool.replay.execute import (
     to_device,
 )
 from spool.replay.facts import describe_inputs
+from spool.replay.fused.reference import Unsupported
 from spool.replay.golden import raise_precision, raised_default
 from spool.replay.kernels import check_values
 from spool.replay.randomness import REASONS, Determinism, determinism
@@ -80,6 +82,9 @@ def replay_call(call: Call, header: CallHeader, bench: Bench, limit: int) -> Cal
         return _retried(lambda: _replay(call, header, function, bench, limit), bench)
     except NoReference as skip:
         return CallResult(header, Outcome.SKIPPED, skip.reason)
+    except Unsupported as error:
+        reason = f"no reference for {base_name(call.api)} with {error}"
+        return CallResult(header, Outcome.SKIPPED, reason[:_MAX_REASON])
     except BadShard:
         raise
     except Exception as error:
@@ -190,4 +195,4 @@ def _golden(call: Call, function: Function, bench: Bench) -> Any:
 def _trained(call: Call, device: torch.device) -> Any:
     """What the call gave in training, arranged like the replay's result."""
     outputs, *written = thaw_all([call.outputs, *call.mutated.values()], call.regions, device)
-    return compared(outputs, written)
+    return compared(chosen(call, outputs), written)

@@ -19,7 +19,8 @@ from torch._ops import OpOverload
 
 from spool.apinames import Function
 from spool.call import Call, CallContext
-from spool.names import base_name
+from spool.names import base_name, is_fused
+from spool.replay import registry
 from spool.replay.golden import like_out
 from spool.replay.nest import Arguments, at_path, map_leaves
 from spool.tensors import DTYPES, thaw_all
@@ -153,12 +154,15 @@ def run(
         Whatever the function raises.
     """
     args, kwargs = arguments
-    out = kwargs.get("out") if allocate else None
+    fused = is_fused(call.api)
+    # A fused optimizer's `out` holds what it starts from.
+    out = kwargs.get("out") if allocate and not fused else None
     if out is not None:
         kwargs = {name: value for name, value in kwargs.items() if name != "out"}
         if isinstance(function, OpOverload):  # its own form takes nothing but `out`
             function = function.overloadpacket
-    with restored(device, autocast, default, allow_tf32):
+    # No fused kernel asks autocast, but a reference is made of operators that do.
+    with restored(device, None if fused else autocast, default, allow_tf32):
         result = function(*args, **kwargs)
         if device.type == "cuda":
             # A kernel's failure must be this call's, not the next one's.
@@ -168,7 +172,13 @@ def run(
         kwargs["out"] = result
         if call.outputs is None:  # such a call returns nothing where it is given memory
             result = None
-    return compared(result, [at_path(args, kwargs, path) for path in call.mutated])
+    return compared(chosen(call, result), [at_path(args, kwargs, path) for path in call.mutated])
+
+
+def chosen(call: Call, result: Any) -> Any:
+    """Those results of a call that are compared: of some fused operators not all are."""
+    reference = registry.find(base_name(call.api)) if is_fused(call.api) else None
+    return result if reference is None else reference.chosen(result, call.args, call.kwargs)
 
 
 def compared(result: Any, written: Sequence[Any]) -> Any:

@@ -6,7 +6,8 @@ all its tensors are raised by that rule; if two or more occur, all are raised to
 The golden always runs without autocast, which would lower what was raised.
 
 Memory given as ``out`` takes no part: its dtype need not be what the call gives at
-raised precision, so the golden allocates its own result. If no floating tensor
+raised precision, so the golden allocates its own result. (A fused operator's ``out``
+is raised like the rest: a fused optimizer starts from what is in it.) If no floating tensor
 decides the result's dtype, torch's default dtype does, and is raised like a tensor's.
 
 A dtype that is *named* (``dtype=torch.bfloat16``, ``x.to(torch.float16)``) is raised
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from spool.names import base_name
+from spool.names import base_name, is_fused
 from spool.replay.nest import Arguments, map_arguments, tensors
 from spool.standards.structure import dtype_class
 
@@ -52,7 +53,7 @@ def raise_precision(api: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     -------
     args, kwargs
     """
-    if "out" in kwargs:
+    if "out" in kwargs and not is_fused(api):
         inputs = {name: value for name, value in kwargs.items() if name != "out"}
         args, inputs = raise_precision(api, args, inputs)
         return args, inputs | {"out": kwargs["out"]}

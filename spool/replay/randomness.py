@@ -78,6 +78,11 @@ _RRELU = {
     "rrelu_with_noise_": _Argument(4, ("training",), False),
 }
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+# Dropout inside a fused attention, by the share that is kept.
+_KEEPING = {
+    "npu_fusion_attention": _Argument(9, ("keep_prob",), 1.0),
+    "npu_fusion_attention_grad": _Argument(1000, ("keep_prob",), 1.0),
+}
 # Random inside, in Python or without torch's tag.
 _ALWAYS = frozenset({"gumbel_softmax", "pca_lowrank", "svd_lowrank", "_fused_dropout"})
 _UNINITIALISED = frozenset(
@@ -120,6 +125,9 @@ def _is_random(base: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
         return _positive(p) and bool(_Argument(13, ("training",), True).of(args, kwargs))
     if base in _ALWAYS:
         return True
+    if base in _KEEPING:
+        keep = _KEEPING[base].of(args, kwargs)
+        return isinstance(keep, (int, float)) and keep < 1
     positions = _dropout_positions(base)
     if positions:
         return any(_positive(_Argument(p, ("dropout_p",), 0.0).of(args, kwargs)) for p in positions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from spool import apinames
 from spool.apinames import Function
 from spool.errors import BadShard
+from spool.replay import registry
 
 
 class NoReference(Exception):
@@ -41,7 +42,10 @@ def resolve(api: str, overload: str = "") -> Function:
     """
     prefix, _, name = api.partition(".")
     if prefix == "NPU":
-        raise NoReference(f"no reference for {name}")
+        reference = registry.find(name)
+        if reference is None:
+            raise NoReference(f"no reference for {name}")
+        return reference.function
     try:
         return apinames.function_of(api, overload)
     except apinames.Refused:

@@ -33,6 +33,7 @@ from spool import shard as shards
 from spool.call import Call
 from spool.errors import BadShard, ConfigError, SpoolError, StoreError, explain
 from spool.records import CallHeader, Outcome
+from spool.replay import registry
 from spool.replay.calls import Poisoned, replay_call
 from spool.replay.estimate import limit_process, memory_of
 from spool.replay.execute import Bench
@@ -133,6 +134,7 @@ class Worker:
         self.settings = ReplaySettings.from_json(job["settings"])
         self.todo: list[int] = job["todo"]
         self.say = say
+        registry.load(self.settings.fused)
         self.bench = open_bench(self.settings)
         host = torch.device("cpu")
         devices = {self.bench.device, self.bench.golden}

@@ -192,6 +192,12 @@ def _vit() -> nn.Module:
     return Pictures(ViTForImageClassification(config))
 
 
+def _npu() -> nn.Module:
+    from npu_models import NpuTransformer
+
+    return NpuTransformer()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": _gpt2,
     "llama": _llama,
@@ -206,4 +212,5 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "reentrant": lambda: ByCheckpoint("reentrant"),
     "nonreentrant": lambda: ByCheckpoint("nonreentrant"),
     "selective": lambda: ByCheckpoint("selective"),
+    "npu": _npu,
 }

@@ -26,6 +26,7 @@ SETUPS = {
     "rnn": ("rnn", "", 600),
     "gru": ("gru", "--clip 1.0", 1000),
     "lstm": ("lstm", "", 250),
+    "fused operators of torch_npu": ("npu", "--optimizer npu", 150),
     "checkpoints, reentrant": ("reentrant", "", 400),
     "checkpoints, not reentrant": ("nonreentrant", "--amp bfloat16", 400),
     "checkpoints, selective": ("selective", "", 400),

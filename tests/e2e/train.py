@@ -27,6 +27,9 @@ import spool
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 from defects import defect
 
+KERNELS = ("foreach", "fused")
+OPTIMIZERS = ("loop", *KERNELS, "npu")
+
 
 def in_parallel(model: torch.nn.Module, options: argparse.Namespace) -> torch.nn.Module:
     """The model as this process' part of two."""
@@ -53,7 +56,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--out", required=True)
     parser.add_argument("--spool-dir")
-    parser.add_argument("--optimizer", choices=("loop", "foreach", "fused"), default="loop")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="loop")
     parser.add_argument("--amp", choices=("bfloat16", "float16"))
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--clip", type=float, help="clip the gradient's norm")
@@ -65,15 +68,23 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between steps")
     options = parser.parse_args()
 
+    if options.model == "npu":
+        sys.path.insert(0, str(Path(__file__).parents[1] / "fakes"))
+        import torch_npu  # noqa: F401
+
     torch.manual_seed(1234 + options.rank)
     torch.set_num_threads(1)
     model = MODELS[options.model]().train()
     if options.parallel:
         model = in_parallel(model, options)
-    kernels = {"foreach": options.optimizer == "foreach"}
-    if options.optimizer == "fused":
-        kernels = {"fused": True}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kernels)
+    if options.optimizer == "npu":
+        from npu_models import NpuAdamW
+
+        optimizer: torch.optim.Optimizer = NpuAdamW(model.parameters())
+    else:
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=1e-3, **{name: options.optimizer == name for name in KERNELS}
+        )
     scaler = torch.amp.GradScaler("cpu", enabled=options.amp == "float16", init_scale=256.0)
     losses, gradients = [], []
     fault = defect(options.defect) if options.defect else contextlib.nullcontext()

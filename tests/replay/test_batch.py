@@ -115,7 +115,7 @@ def ordinary_calls() -> list[Call]:
         record("Torch.max", torch.max, torch.rand(3, 4), 0, order=2),
         record("Functional.dropout", F.dropout, torch.rand(20, 20), order=3),
         record("Torch.bernoulli", torch.bernoulli, torch.rand(3), order=4),
-        record("NPU.npu_mish", F.mish, torch.rand(3), order=5),
+        record("NPU.npu_my_op", F.mish, torch.rand(3), order=5),
     ]
 
 
@@ -129,7 +129,7 @@ def test_rows_of_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         "Torch.max.0",
         "Functional.dropout.0",
         "Torch.bernoulli.0",
-        "NPU.npu_mish.0",
+        "NPU.npu_my_op.0",
     ]
     assert [row.outcome for row in rows] == [Outcome.MEASURED] * 5 + [Outcome.SKIPPED] * 2
     assert [row.output.path for row in rows[2:4] if row.output] == ["[0]", "[1]"]
