@@ -28,7 +28,7 @@ soak:
 	@$(PYTHON) .ci/bootstrap.py $(VENV) dev
 	$(BIN)/python tests/faults/fuzz.py --minutes 10
 	$(BIN)/python -m pytest -m soak
-	$(BIN)/python tests/faults/kill.py --points 150 --table faults.md
+	$(BIN)/python tests/faults/kill.py --points 200 --table faults.md
 
 check:
 	@$(PYTHON) .ci/bootstrap.py $(VENV) dev
