@@ -194,7 +194,7 @@ os.writev = slow
 def test_who_resumes_waits_for_the_writer_of_a_killed_trainer(root, patched, capsys):
     patched(SLOW)
     body = """
-    time.sleep(1); session._live._beat(); work(60); print("up", flush=True); time.sleep(60)
+    time.sleep(1); session._live._beat(); work(24); print("up", flush=True); time.sleep(60)
     """
     process = start(root, body, "writers=1")
     assert process.stdout.readline() == "up\n"
@@ -332,7 +332,7 @@ def test_a_trainer_that_becomes_another_program_waits_for_its_old_writer(root, p
     body = """
     time.sleep(1)
     session._live._beat()
-    work(60)
+    work(24)
     os.execv(sys.executable, [sys.executable, "-c", {again!r}])
     """
     again = f"""
