@@ -13,8 +13,9 @@ from torch._ops import OpOverload
 from spool.apinames import Function
 from spool.call import Call
 from spool.errors import BadShard
-from spool.names import base_name
+from spool.names import base_name, is_fused
 from spool.records import CallHeader, Outcome
+from spool.replay import registry
 from spool.replay.admission import check_arguments
 from spool.replay.backward import check_operator
 from spool.replay.estimate import check_call, check_stored
@@ -29,6 +30,7 @@ from spool.replay.execute import (
     to_device,
 )
 from spool.replay.facts import describe_inputs
+from spool.replay.fused.arguments import check_signature
 from spool.replay.fused.reference import Unsupported
 from spool.replay.golden import raise_precision, raised_default
 from spool.replay.kernels import check_values
@@ -129,6 +131,8 @@ def _replay(
     arguments = thaw_arguments(call, bench.device)
     check_arguments(call.api, arguments)
     check_values(call.api, arguments)
+    if registry.is_own(base_name(call.api)) and is_fused(call.api):
+        check_signature(base_name(call.api), function, *arguments)
     if isinstance(function, OpOverload):
         check_operator(function, arguments)
     kind = determinism(call.api, *arguments)

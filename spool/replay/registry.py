@@ -70,6 +70,11 @@ def find(name: str) -> Reference | None:
     return _registered.get(name) or REFERENCES.get(name)
 
 
+def is_own(name: str) -> bool:
+    """Whether the reference of an operator is one of Spool's."""
+    return name in REFERENCES and name not in _registered
+
+
 def load(fused: Mapping[str, str]) -> None:
     """Import the references that a configuration names and register them.
 

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from standin import torch_npu
 
 import spool
+from spool.errors import BadShard
 from spool.replay.fused import REFERENCES
+from spool.replay.fused.arguments import check_signature
 from spool.replay.fused.reference import Unsupported
 from spool.replay.nest import map_arguments, tensors
 from spool.replay.selfcases import DTYPES, Case, cases
@@ -370,6 +372,41 @@ def test_what_does_not_fit_is_one_line(
     with pytest.raises(error, match=words) as caught:
         of(name)(*args)
     assert "\n" not in str(caught.value)
+
+
+HOSTILE: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+    "a tensor for a list": (
+        "npu_confusion_transpose_backward",
+        (torch.ones(6), torch.ones(1).expand(10**9), [6], True),
+        {},
+    ),
+    "texts in a list": ("npu_confusion_transpose", (torch.ones(6), ["a"], [6], True), {}),
+    "a long list": ("npu_layer_norm_eval", (torch.ones(6), [1] * 10**6), {}),
+    "a text for a number": ("npu_moe_gating_top_k_softmax", (torch.ones(2, 3),), {"k": "1"}),
+    "a number for a tensor": ("npu_mish", (3,), {}),
+    "no tensors": ("npu_apply_adam", (*[0.9] * 6, torch.ones(2), False, False), {"out": (1, 2, 3)}),
+    "too many": ("npu_mish", (torch.ones(2), 3), {}),
+    "too few": ("npu_linear", (torch.ones(2),), {}),
+    "another name": ("npu_mish", (), {"input": torch.ones(2)}),
+    "lengths": (
+        "npu_fusion_attention",
+        (*[torch.ones(4, 2, 3)] * 3, 2, "TND"),
+        {"actual_seq_qlen": torch.ones(1).expand(10**9), "actual_seq_kvlen": [4]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_arguments_that_no_operator_takes_are_refused(case: str) -> None:
+    name, args, kwargs = HOSTILE[case]
+    with pytest.raises(BadShard, match=name) as caught:
+        check_signature(name, of(name), args, kwargs)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_what_operators_take_is_not_refused(case: Case) -> None:
+    check_signature(case.operator, of(case.operator), case.args, case.kwargs)
 
 
 def test_an_unknown_operator_has_no_reference() -> None:

@@ -28,7 +28,7 @@ def npu_apply_adam(
     use_locking: bool | None = None,
     use_nesterov: bool | None = None,
     *,
-    out: Any = None,
+    out: State | None = None,
     var: torch.Tensor | None = None,
     m: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
@@ -87,7 +87,7 @@ def npu_apply_adam_w(
     amsgrad: bool | None = None,
     maximize: bool | None = None,
     *,
-    out: Any = None,
+    out: State | None = None,
     var: torch.Tensor | None = None,
     m: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
@@ -140,12 +140,17 @@ def npu_apply_adam_w(
 
 
 def _state(
-    name: str, out: Any, var: torch.Tensor | None, m: torch.Tensor | None, v: torch.Tensor | None
+    name: str,
+    out: State | None,
+    var: torch.Tensor | None,
+    m: torch.Tensor | None,
+    v: torch.Tensor | None,
 ) -> State:
-    given = (var, m, v) if out is None else tuple(out)
-    if len(given) != 3 or not all(isinstance(item, torch.Tensor) for item in given):
+    if out is not None:
+        var, m, v = out
+    if var is None or m is None or v is None:
         raise ValueError(f"{name}: out must be (var, m, v)")
-    return given
+    return var, m, v
 
 
 def _root(value: Scalar) -> Scalar:
