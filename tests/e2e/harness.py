@@ -110,6 +110,12 @@ def copy_spool(source: Path, cwd: Path) -> Path:
     return target
 
 
+def copy_run(source: Path, target: Path) -> Path:
+    """A run of one's own, with the times and hard links that Snakemake and Spool look at."""
+    subprocess.run(["cp", "-a", str(source), str(target)], check=True)
+    return target
+
+
 def api_of(name: str) -> str:
     """``Functional.gelu`` of ``Functional.gelu.3`` or of a detail row's name."""
     match = re.match(r"(.+?)\.\d+(\.(forward|backward)\..*)?$", name)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import harness
+import pytest
 
 
 def start(cwd: Path, **config: object) -> subprocess.Popen[bytes]:
@@ -27,11 +28,11 @@ def start(cwd: Path, **config: object) -> subprocess.Popen[bytes]:
 
 
 def test_workflow_first_and_one_core(tmp_path: Path) -> None:
-    options = ("--model", "gpt2", "--out", "on.pt", "--spool-dir", "spool-data")
+    options = ("--model", "plain", "--out", "on.pt", "--spool-dir", "spool-data")
     first, second = tmp_path / "workflow-first", tmp_path / "training-first"
     first.mkdir()
     second.mkdir()
-    process = start(first)
+    process = start(first, batch="{calls: 100, seconds: 1}")
     try:
         harness.train(first, *options, "--pause", "3")
         status = process.wait(timeout=200)
@@ -40,7 +41,7 @@ def test_workflow_first_and_one_core(tmp_path: Path) -> None:
             os.killpg(process.pid, signal.SIGKILL)
     assert status == 0, (first / "workflow.log").read_text()[-4000:]
     harness.train(second, *options)
-    harness.workflow(second, cores=1, batch="{calls: 150}")
+    harness.workflow(second, cores=1, batch="{calls: 70}")
     a, b = harness.tables(first), harness.tables(second)
     assert sorted(a) == sorted(b)
     assert len(a) >= 5
@@ -48,6 +49,7 @@ def test_workflow_first_and_one_core(tmp_path: Path) -> None:
         assert a[name] == b[name], name
 
 
+@pytest.mark.xdist_group("faulty")
 def test_kill_again_and_again(
     faulty_spool: Path, faulty_tables: dict[str, bytes], tmp_path: Path
 ) -> None:

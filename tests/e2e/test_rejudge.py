@@ -8,18 +8,33 @@ from pathlib import Path
 import harness
 import pytest
 
+# On one worker, so that what they share is made once.
+pytestmark = pytest.mark.xdist_group("faulty")
 
-@pytest.fixture
-def checked(faulty_spool: Path, faulty_tables: dict[str, bytes], tmp_path: Path) -> Path:
+
+@pytest.fixture(scope="module")
+def finished(
+    faulty_spool: Path,
+    faulty_tables: dict[str, bytes],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
     """A directory whose run is checked and whose passing shards are retired."""
-    spool = harness.copy_spool(faulty_spool, tmp_path)
+    root = tmp_path_factory.mktemp("finished") / "run"
+    root.mkdir()
+    spool = harness.copy_spool(faulty_spool, root)
     before = len(harness.shards(spool))
-    harness.workflow(tmp_path)
-    assert harness.tables(tmp_path) == faulty_tables
-    failed = list((tmp_path / "work/failed").rglob("*.h5"))
+    harness.workflow(root)
+    assert harness.tables(root) == faulty_tables
+    failed = list((root / "work/failed").rglob("*.h5"))
     assert harness.shards(spool) == [], "passing shards are retired"
     assert 0 < len(failed) < before
-    return tmp_path
+    return root
+
+
+@pytest.fixture
+def checked(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, for one test."""
+    return harness.copy_run(finished, tmp_path / "run")
 
 
 def jobs(output: str, rule: str) -> int:

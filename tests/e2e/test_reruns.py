@@ -77,7 +77,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def whole(captured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with ``retain=all``: measured, judged, and all shards still there."""
-    root = copy(captured, tmp_path_factory.mktemp("whole") / "run")
+    root = harness.copy_run(captured, tmp_path_factory.mktemp("whole") / "run")
     run(root, retain="all")
     return root
 
@@ -85,7 +85,7 @@ def whole(captured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def retired(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run with the default: what passed is deleted."""
-    root = copy(whole, tmp_path_factory.mktemp("retired") / "run")
+    root = harness.copy_run(whole, tmp_path_factory.mktemp("retired") / "run")
     run(root)
     left = harness.shards(root / "spool-data")
     assert left == []
@@ -93,18 +93,12 @@ def retired(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def copy(source: Path, target: Path) -> Path:
-    """A run of one's own, with the times and hard links that Snakemake and Spool look at."""
-    subprocess.run(["cp", "-a", str(source), str(target)], check=True)
-    return target
-
-
 @pytest.fixture(params=["whole", "retired"])
 def before(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, object]]:
     """A finished run before and after its shards were retired, and its settings."""
     source: Path = request.getfixturevalue(request.param)
     config = {"retain": "all"} if request.param == "whole" else {}
-    return copy(source, tmp_path / "run"), config
+    return harness.copy_run(source, tmp_path / "run"), config
 
 
 def remove(root: Path, *patterns: str) -> None:
@@ -127,7 +121,7 @@ def test_a_retired_run_has_the_tables_of_one_from_scratch(
     captured: Path, retired: Path, tmp_path: Path
 ) -> None:
     """Changing `retain` from all to failed is as if it had never been all."""
-    fresh = copy(captured, tmp_path / "run")
+    fresh = harness.copy_run(captured, tmp_path / "run")
     run(fresh)
     assert harness.tables(fresh) == harness.tables(retired)
 
@@ -165,7 +159,7 @@ def test_forced_jobs(before: tuple[Path, dict[str, object]]) -> None:
 
 
 def test_a_lost_manifest_is_one_line_until_it_is_back(retired: Path, tmp_path: Path) -> None:
-    root = copy(retired, tmp_path / "run")
+    root = harness.copy_run(retired, tmp_path / "run")
     tables = harness.tables(root)
     manifest = root / "work/batches/rank0/000000.json"
     text = manifest.read_text()
@@ -181,7 +175,7 @@ def test_a_lost_manifest_is_one_line_until_it_is_back(retired: Path, tmp_path: P
 
 
 def test_rows_that_are_gone_with_their_shards_are_one_line(retired: Path, tmp_path: Path) -> None:
-    root = copy(retired, tmp_path / "run")
+    root = harness.copy_run(retired, tmp_path / "run")
     tables = harness.tables(root)
     remove(root, "work/measured/rank0/000000.parquet", "work/replay/rank0/000000.parquet")
     done = run(root, check=False)
@@ -195,7 +189,7 @@ def test_rows_that_are_gone_with_their_shards_are_one_line(retired: Path, tmp_pa
 
 
 def test_another_work_directory_leaves_finished_tables_alone(retired: Path, tmp_path: Path) -> None:
-    cwd = copy(retired, tmp_path / "run")
+    cwd = harness.copy_run(retired, tmp_path / "run")
     finished = harness.tables(cwd)
     done = run(cwd, check=False, work_dir="other")
     assert done.returncode == 1
@@ -208,7 +202,7 @@ def test_another_work_directory_leaves_finished_tables_alone(retired: Path, tmp_
 
 def test_retain_changed_after_shards_were_retired(retired: Path, tmp_path: Path) -> None:
     """`all` brings nothing back and says so; `none` deletes what was kept."""
-    root = copy(retired, tmp_path / "run")
+    root = harness.copy_run(retired, tmp_path / "run")
     tables = harness.tables(root)
     done = run(root, retain="all")
     assert "rank 0: segment 0 was retired before retain=all; its shards stay" in done.stderr
@@ -221,7 +215,7 @@ def test_retain_changed_after_shards_were_retired(retired: Path, tmp_path: Path)
 
 
 def test_ranks_results_and_threads_changed(retired: Path, tmp_path: Path) -> None:
-    root = copy(retired, tmp_path / "run")
+    root = harness.copy_run(retired, tmp_path / "run")
     tables = harness.tables(root)
     shutil.copytree(root / "spool-data/rank0", root / "spool-data/rank1")
     store = Store.open(root / "spool-data")
@@ -239,7 +233,7 @@ def test_ranks_results_and_threads_changed(retired: Path, tmp_path: Path) -> Non
 
 def test_another_spool_judges_again(retired: Path, tmp_path: Path) -> None:
     """Settings that an older Spool wrote: judged and merged again, never replayed."""
-    root = copy(retired, tmp_path / "run")
+    root = harness.copy_run(retired, tmp_path / "run")
     tables = harness.tables(root)
     for name in ("judging", "tables"):
         path = root / f"work/settings/{name}.json"
@@ -255,7 +249,7 @@ def test_another_spool_judges_again(retired: Path, tmp_path: Path) -> None:
 
 def test_interrupted_then_changed(whole: Path, tmp_path: Path) -> None:
     """Killed after one batch was measured; other batch limits, lists and a standard after it."""
-    root = copy(whole, tmp_path / "run")
+    root = harness.copy_run(whole, tmp_path / "run")
     work = ("two_way", "three_way", "retired", "ends", "segments", "verdict.txt")
     remove(root, "results", *(f"work/{name}" for name in work))
     for kind in ("batches/rank0/000001.json", *(f"{k}/rank0/000001.parquet" for k in ROWS)):
@@ -263,14 +257,14 @@ def test_interrupted_then_changed(whole: Path, tmp_path: Path) -> None:
     config = {"black_list": "[mul]", "retain": "all", "batch": "{calls: 2}", "golden": "bench"}
     done = run(root, **config)
     said(done, "rank 0: batch 0 was measured under golden=cpu; it keeps that")
-    undisturbed = copy(whole, tmp_path / "undisturbed")
+    undisturbed = harness.copy_run(whole, tmp_path / "undisturbed")
     run(undisturbed, black_list="[mul]", retain="all")
     assert harness.tables(root) == harness.tables(undisturbed)
 
 
 def test_two_workflows_on_one_work_directory(captured: Path, tmp_path: Path) -> None:
     """From two directories: the second is refused with the pid of the first, which ends well."""
-    first, second = copy(captured, tmp_path / "first"), tmp_path / "second"
+    first, second = harness.copy_run(captured, tmp_path / "first"), tmp_path / "second"
     second.mkdir()
     places = {key: first / name for key, name in PLACES.items()}
     closed = first / "spool-data/rank0/closed.json"

@@ -10,6 +10,9 @@ import pytest
 from iofault import ERRORS, KILL, KILL_ALL, NoCompilerError
 from kill import ROLES, Bench, Outcome, Point
 
+# On one worker, so that what they share is made once.
+pytestmark = pytest.mark.xdist_group("kill")
+
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
