@@ -32,7 +32,7 @@ def test_workflow_first_and_one_core(tmp_path: Path) -> None:
     first, second = tmp_path / "workflow-first", tmp_path / "training-first"
     first.mkdir()
     second.mkdir()
-    process = start(first, batch="{calls: 100, seconds: 1}")
+    process = start(first)
     try:
         harness.train(first, *options, "--pause", "3")
         status = process.wait(timeout=200)
