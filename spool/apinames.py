@@ -25,8 +25,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
-from types import FunctionType
+from collections.abc import Callable, Iterable, Mapping
+from types import (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    FunctionType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
@@ -101,6 +107,38 @@ UNLISTED: dict[str, tuple[str, ...]] = {
     "Torch": ("vander", "_grouped_mm"),
 }
 
+MADE_IN_C = (
+    BuiltinFunctionType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+    ClassMethodDescriptorType,
+)
+"""Types of functions that nobody writes in Python."""
+
+# Where torch writes the functions in Python that the table has.
+_MODULES = {
+    "torch.nn.functional": "Functional",
+    "torch._tensor": "Tensor",
+    "torch.functional": "Torch",
+    "torch._lowrank": "Torch",
+    "torch._lobpcg": "Torch",
+    "torch._jit_internal": None,  # those that choose by a flag between two of the others
+}
+
+_c: Any = torch._C
+C_MODULES = (_c._nn, _c._linalg, _c._fft, _c._special)
+"""Modules in which torch looks up functions in C when they report a call."""
+
+# Where torch keeps its functions in C, and what precedes their names there.
+_C_HOMES: dict[str, tuple[tuple[Any, str], ...]] = {
+    "Functional": ((_c._nn, ""), (_c._VariableFunctions, "")),
+    "Tensor": ((_c.TensorBase, ""),),
+    "Torch": ((_c._VariableFunctions, ""),),
+    "Torch.linalg": ((_c._linalg, "linalg_"),),
+    "Torch.fft": ((_c._fft, "fft_"),),
+    "Torch.special": ((_c._special, "special_"),),
+}
+
 
 def name_of(func: object) -> str | None:
     """API name of a function that the function or dispatch protocol reported.
@@ -121,10 +159,16 @@ def name_of(func: object) -> str | None:
         if namespace == "aten" and isinstance(func, OpOverload):
             return f"Aten.{op}" if func._overloadname in overloads(op, _public()) else None
         return f"NPU.{op}" if namespace == "npu" else None
+    by_name, by_function = _tables()
     try:
-        return _tables()[1].get(func)
+        name = by_function.get(func)
     except TypeError:  # unhashable: certainly not a function of torch
         return None
+    if name is None and isinstance(func, FunctionType) and is_torchs_own(func):
+        # A program took its place before the table was made.
+        name = f"{_MODULES.get(func.__module__)}.{func.__name__}"
+        name = name if name in by_name else None
+    return name
 
 
 def function_of(api: str, overload: str = "") -> Function:
@@ -150,6 +194,45 @@ def function_of(api: str, overload: str = "") -> Function:
     if function is None:
         raise Refused(api)
     return function
+
+
+def is_torchs_own(value: object) -> bool:
+    """Whether a function that stands under a name of torch's was written there."""
+    if isinstance(value, FunctionType):
+        return is_torchs_module(value.__globals__)
+    return isinstance(value, MADE_IN_C)
+
+
+def is_torchs_module(names: Mapping[str, Any]) -> bool:
+    """Whether the names of a module are of one whose functions the table has."""
+    return names.get("__name__") in _MODULES
+
+
+def made_in_c(home: Any, name: str) -> Any:
+    """What torch itself put under a name of its class or of a module in C.
+
+    Parameters
+    ----------
+    home : type or module
+        ``torch.Tensor``, ``torch._C._nn``, ...
+    name : str
+        There.
+
+    Returns
+    -------
+    method, descriptor, function or None
+        None if it is found nowhere else.
+    """
+    if home is torch.Tensor:
+        return vars(torch._C.TensorBase).get(name)
+    for function in _tables()[0].values():
+        if (
+            isinstance(function, BuiltinFunctionType)
+            and function.__module__ == home.__name__
+            and function.__name__ == name
+        ):
+            return function
+    return None
 
 
 def names() -> list[str]:
@@ -183,9 +266,23 @@ def _tables() -> tuple[dict[str, Function], dict[object, str]]:
         for prefix, namespace in _namespaces():
             known = dict(_members(prefix, namespace, declared))
             for name in sorted(known, key=lambda n: (n.startswith("_"), len(n), n)):
-                by_name[f"{prefix}.{name}"] = known[name]
-                by_function.setdefault(known[name], f"{prefix}.{name}")
+                function = known[name]
+                if not is_torchs_own(function):
+                    function = _torchs_own(prefix, name) or function
+                by_name[f"{prefix}.{name}"] = function
+                by_function.setdefault(function, f"{prefix}.{name}")
     return by_name, by_function
+
+
+def _torchs_own(prefix: str, name: str) -> Function | None:
+    """The function in C whose place a program took before this table was made."""
+    if name == "logsigmoid":  # the only one that has another name in C
+        name = "log_sigmoid"
+    for home, before in _C_HOMES[prefix]:
+        function: Function | None = getattr(home, before + name, None)
+        if is_torchs_own(function):
+            return function
+    return None
 
 
 def _namespaces() -> list[tuple[str, object]]:

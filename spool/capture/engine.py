@@ -31,16 +31,28 @@ from spool.capture import operators
 from spool.capture.exits import raised_by_handler
 from spool.capture.recorder import Recorder
 
-ENTRIES = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-"""The functions that run the engine."""
-
-# Position of ``create_graph`` among their arguments.
-_CREATE_GRAPH = dict(zip(ENTRIES, (3, 3, 4), strict=True))
+# The functions that run the engine, by where they are written: under their names may stand
+# what is not torch's. And the position of ``create_graph`` among their arguments.
+_ENTRIES = {
+    ("backward", "torch._tensor"): 3,
+    ("backward", "torch.autograd"): 3,
+    ("grad", "torch.autograd"): 4,
+}
+_ENTRY_NAMES = ("backward", "grad")
 _OUTSIDE = -1
 _TRACED = "<eval_with_key>"
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _RUN_BACKWARD = graph._engine_run_backward.__code__
 _CALL_IMPL = torch.nn.Module._call_impl.__code__
+
+
+def starts_engine(func: Callable[..., Any]) -> bool:
+    """Whether a function runs the autograd engine: ``backward`` and ``grad`` do."""
+    return getattr(func, "__name__", "") in _ENTRY_NAMES and _entry(func) in _ENTRIES
+
+
+def _entry(func: Any) -> tuple[str, str]:
+    return func.__name__, str(getattr(func, "__globals__", {}).get("__name__"))
 
 
 class Engine:
@@ -58,14 +70,14 @@ class Engine:
         self._can = operators.register(_on_operator)
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one of `ENTRIES`.
+        """Run a function that starts the engine.
 
         The function's result is returned as it is, and its exceptions propagate.
         """
         global _current
         if not self._can or not self._recorder.wants_engine():
             return func(*args, **kwargs)
-        position = _CREATE_GRAPH[func]
+        position = _ENTRIES[_entry(func)]
         given = kwargs.get("create_graph", args[position] if position < len(args) else False)
         makes_graph = isinstance(given, int) and given != 0  # what else it is, torch refuses
         with self._lock:

@@ -8,6 +8,7 @@ mode switches off one fast path of torch, the fused kernel of
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,9 @@ import torch
 import torch.overrides
 from torch.overrides import TorchFunctionMode
 
-from spool.capture.engine import ENTRIES, Engine
+from spool.capture.engine import Engine, starts_engine
+from spool.capture.exits import raised_by_handler
+from spool.capture.patched import Originals
 from spool.capture.recorder import Recorder
 
 _push: Any = torch.overrides._push_mode
@@ -40,6 +43,7 @@ class Interceptor(TorchFunctionMode):
     def __init__(self, recorder: Recorder, engine: Engine | None) -> None:
         super().__init__()
         self._recorder = recorder
+        self._originals = Originals()
         self._engine = engine
         self._local = threading.local()
 
@@ -49,16 +53,23 @@ class Interceptor(TorchFunctionMode):
         # First, and in this form: dynamo sees a plain call and no graph break.
         if torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        try:
+            func, kwargs = self._originals.of(func, args, kwargs, sys._getframe(1))
+        except Exception as error:
+            if raised_by_handler(error):
+                raise
+            self._recorder.failed("before", func)
         if not self._recorder.active:
-            return func(*args, **(kwargs or {}))
-        if self._engine is not None and func in ENTRIES:
+            return func(*args, **kwargs)
+        if self._engine is not None and starts_engine(func):
             # Meanwhile torch has taken this mode off the stack, and hooks of the user run.
             before, self._local.is_away = self.is_away, True
             try:
-                return self._engine.run(func, args, kwargs or {})
+                return self._engine.run(func, args, kwargs)
             finally:
                 self._local.is_away = before
-        return self._recorder.run(func, args, kwargs or {})
+        return self._recorder.run(func, args, kwargs)
 
     @property
     def is_away(self) -> bool:
