@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spool.records import CallVerdict, Outcome
+from spool.records import NO_REFERENCE, CallVerdict, Outcome
 from spool.standards.rows import Route, Status
 from spool.tables import TableError, read_table
 
-NO_REFERENCE = "no reference for "
 MAX_REASONS = 100
 OTHER = "other reasons"
 
@@ -122,7 +121,7 @@ class Coverage:
         """
         step = call.step
         self.add(step, "found", 1)
-        if call.failed or kept:
+        if call.is_worth_keeping or kept:
             self.add(step, "kept" if kept else "not_kept", 1)
         if call.outcome is Outcome.REPLAY_FAILED:
             # The class alone: the texts of exceptions hold addresses and sizes.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import time
 import uuid
@@ -17,9 +18,10 @@ from typing import Any, TypeVar
 
 from spool.beneath import read_beneath, refusal
 from spool.errors import StoreError
-from spool.files import Refused
+from spool.files import Refused, atomic_write
 
 FORMAT_VERSION = 1
+RETIRED = "retired.json"
 
 # A marker is small; one that is not is not ours.
 _MAX_MARKER = 16 << 20
@@ -120,6 +122,19 @@ class Heartbeat:
     writer: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """Whose check has deleted shards of a step, or moved them away.
+
+    Parameters
+    ----------
+    by : str
+        ``<host>:<work directory>`` of the first one.
+    """
+
+    by: str
+
+
 def new_run(versions: dict[str, str]) -> RunInfo:
     """Describe a run that starts now."""
     now = time.time()
@@ -127,7 +142,7 @@ def new_run(versions: dict[str, str]) -> RunInfo:
     return RunInfo(FORMAT_VERSION, uuid.uuid4().hex, now, stamp, dict(versions))
 
 
-def to_json(marker: RunInfo | StepCounts | RankCounts | Heartbeat) -> bytes:
+def to_json(marker: RunInfo | StepCounts | RankCounts | Heartbeat | Retired) -> bytes:
     """Return the text of a marker."""
     record = asdict(marker)
     return (json.dumps(record, indent=1, sort_keys=True) + "\n").encode()
@@ -150,7 +165,7 @@ def load_run(path: Path) -> RunInfo | None:
     return run
 
 
-Marker = TypeVar("Marker", StepCounts, Heartbeat)
+Marker = TypeVar("Marker", StepCounts, Heartbeat, Retired)
 
 
 def load(kind: type[Marker], root: Path, path: Path) -> Marker | None:
@@ -241,6 +256,12 @@ def captured_anew(root: Path, rank: int, step: int) -> StoreError:
         f"{root}: rank {rank} step {step} was captured anew after this work directory had begun "
         "with it; run the same command again: it drops what was checked of that step before"
     )
+
+
+def note_retired(step_dir: Path, by: str) -> None:
+    """Leave word of who took shards of a step away; the first one's stays."""
+    if not os.path.lexists(step_dir / RETIRED):
+        atomic_write(step_dir / RETIRED, to_json(Retired(by)))
 
 
 def _load(root: Path, path: Path) -> dict[str, Any] | None:

@@ -222,8 +222,10 @@ class _Shards:
         self._gone = {key for number in others for key in _shards_of(work, rank, number)}
 
     def kept(self, call: CallVerdict) -> bool:
-        """Whether the call's shard was kept because it failed."""
-        return (call.step, call.shard) in self._kept or (self._is_in_spool(call) and call.failed)
+        """Whether the call's shard was kept for what became of it."""
+        return (call.step, call.shard) in self._kept or (
+            self._is_in_spool(call) and call.is_worth_keeping
+        )
 
     def path(self, call: CallVerdict) -> str:
         """Path of the call's shard, "" if it is gone.

@@ -17,6 +17,15 @@ from spool.standards.rows import OutputMeasurement, Route, Status
 Cell = str | float | int | None
 
 
+NO_REFERENCE = "no reference for "
+"""How the reason begins for which a fused operator's call is skipped, see `no_reference`."""
+
+
+def no_reference(name: str, argument: str = "") -> str:
+    """Why a call of a fused operator is skipped: it has no reference, or none for an argument."""
+    return f"no reference for {name} with {argument}" if argument else f"no reference for {name}"
+
+
 class Outcome(str, Enum):
     """What became of a call on the bench device.
 
@@ -207,10 +216,9 @@ class CallVerdict:
 
     @property
     def failed(self) -> bool:
-        """Whether the shard is worth keeping.
+        """Whether the status or the standard's verdict is a warning or an error.
 
-        True when the status or the standard's verdict is a warning or an error, and
-        when the call could not be replayed or judged.
+        Also when the call could not be replayed or judged.
         """
         bad = (Status.WARNING, Status.ERROR)
         return (
@@ -218,3 +226,9 @@ class CallVerdict:
             or self.status in bad
             or self.standard_verdict in bad
         )
+
+    @property
+    def is_worth_keeping(self) -> bool:
+        """Whether the shard is kept: the call failed, or there is no reference for it yet."""
+        is_open = self.outcome is Outcome.SKIPPED and self.message.startswith(NO_REFERENCE)
+        return self.failed or is_open

@@ -1,10 +1,11 @@
 """What becomes of a segment's shards once its verdicts are durable.
 
 ``retain: failed`` keeps the shards of calls with a warning or an error by either of
-their verdicts, and of calls that could not be replayed or judged; they move to the
-directory for failed shards, within the limits of `spool.ledger`. ``all`` leaves every
-shard where it is, ``none`` deletes every one, also what was kept before. A segment that
-was retired before stays as it is under ``all``, and its record says so.
+their verdicts, of calls that could not be replayed or judged, and of those for which there
+is no reference yet; they move to the directory for failed shards, within the limits of
+`spool.ledger`. ``all`` leaves every shard where it is, ``none`` deletes every one, also
+what was kept before. A segment that was retired before stays as it is under ``all``, and
+its record says so.
 
 The rank's ledger is written before anything is moved or deleted, so that a kill at any
 point is repaired by running again. Judging again under other keys never brings shards
@@ -17,13 +18,14 @@ import errno
 import fcntl
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from spool.errors import SpoolError
 from spool.files import copy_open, fsync_dir, is_regular, make_dirs, open_regular, opener
 from spool.ledger import Candidate, Ledger, choose, directory_of, ledger_path, load_ledger, relevant
+from spool.markers import note_retired
 from spool.records import CallVerdict, Outcome
 from spool.settings import RetireSettings
 from spool.tables import read_verdict_info, read_verdicts
@@ -69,7 +71,7 @@ def retire_segment(
     record = Segment.load(segment)
     work = WorkDir(segment.absolute().parents[2])
     manifests = [_manifest(work, record, number) for number in record.batches]
-    failing, quarantined = _judged(record, manifests, two_way, three_way)
+    wanted, failing, quarantined = _judged(record, manifests, two_way, three_way)
     retain = settings.retain
     if retain == "all" and record.segment in Ledger.load(ledger_path(work, record.rank)).segments:
         retain = "earlier"
@@ -84,7 +86,8 @@ def retire_segment(
             ledger = load_ledger(work, record.rank)
             if record.segment not in ledger.segments:
                 _require_spool(record, manifests)
-            wanted = failing if retain == "failed" else []
+            if retain == "none":
+                wanted = []
             ledger = _settle(ledger, manifests, wanted, settings, limit, work)
             for manifest in manifests:
                 manifest.require_take()
@@ -101,7 +104,7 @@ def retire_segment(
             "segment": record.segment,
             "retain": retain,
             "shards": sum(len(manifest.shards) for manifest in manifests),
-            "failing": len(failing),
+            "failing": failing,
             "quarantined": len(quarantined),
         },
     )
@@ -120,11 +123,12 @@ def _manifest(work: WorkDir, record: Segment, number: int) -> Manifest:
 
 def _judged(
     record: Segment, manifests: Sequence[Manifest], two_way: Path, three_way: Path
-) -> tuple[list[CallVerdict], set[str]]:
-    """Failing calls and quarantined files of the segment."""
+) -> tuple[list[CallVerdict], int, set[str]]:
+    """Calls whose shards are kept, how many calls fail, and quarantined files."""
     files = {shard.file for manifest in manifests for shard in manifest.shards}
     calls = 0
-    failing: list[CallVerdict] = []
+    kept: list[CallVerdict] = []
+    failing = 0
     quarantined: set[str] = set()
     for path in (two_way, three_way):
         info = read_verdict_info(path)
@@ -142,14 +146,15 @@ def _judged(
                 )
             if verdict.outcome is Outcome.QUARANTINED:
                 quarantined.add(verdict.shard)
-            elif verdict.failed:
-                failing.append(verdict)
+            elif verdict.is_worth_keeping:
+                kept.append(verdict)
+                failing += verdict.failed
     if calls != len(files):
         raise RetireError(
             f"{two_way}: segment {record.segment} of rank {record.rank} has {len(files)} shards "
             f"and {calls} verdicts; nothing was deleted; remove its tables and rerun"
         )
-    return failing, quarantined
+    return kept, failing, quarantined
 
 
 def _require_spool(record: Segment, manifests: Sequence[Manifest]) -> None:
@@ -167,13 +172,13 @@ def _require_spool(record: Segment, manifests: Sequence[Manifest]) -> None:
 def _settle(
     ledger: Ledger,
     manifests: Sequence[Manifest],
-    failing: Sequence[CallVerdict],
+    wanted: Sequence[CallVerdict],
     settings: RetireSettings,
     limit: int,
     work: WorkDir,
 ) -> Ledger:
-    """The ledger with the segment's failing calls taken in and everything decided."""
-    there = _in_spool(manifests, {call.shard for call in failing})
+    """The ledger with the calls worth keeping taken in and everything decided."""
+    there = _in_spool(manifests, {call.shard for call in wanted})
     known = {candidate.key for candidate in ledger.candidates}
     ledger = replace(ledger, directory=ledger.directory or directory_of(work, settings.failed_dir))
 
@@ -182,7 +187,7 @@ def _settle(
 
     fresh = [
         Candidate(call.key, call.shard, call.nbytes)
-        for call in failing
+        for call in wanted
         if call.key not in known
         # What a lost ledger had kept is there already.
         and (call.shard in there or is_regular(kept_path(call)))
@@ -229,6 +234,7 @@ def _act(
     work: WorkDir,
 ) -> None:
     """Do what the ledger says; each step may have been done already."""
+    by = work.name
     for step, file in ledger.evict:
         path = ledger.path(work, record.rank, step, file)
         _delete(path, path)
@@ -245,6 +251,9 @@ def _act(
         for shard in shards:
             if shard.name not in quarantined:
                 _delete(here / shard.name, shard)
+        # Only a help to who comes with another work directory: no reason to fail.
+        with suppress(OSError):
+            note_retired(here, by)
 
 
 def _delete(path: Path, name: Path) -> None:

@@ -101,6 +101,8 @@ class ReplaySettings(_Json):
         Seconds after which one call is given up.
     fused : dict
         References of fused operators by name, as ``package.module:function``.
+    references : dict
+        Digests of their modules.
     """
 
     bench_device: str = field(default="auto", metadata={"choices": ("auto", "cuda", "cpu")})
@@ -111,6 +113,7 @@ class ReplaySettings(_Json):
     standards: dict[str, Any] = field(default_factory=dict)
     call_timeout: float = 600.0
     fused: dict[str, Any] = field(default_factory=dict)
+    references: dict[str, Any] = field(default_factory=dict)
 
     def measuring(self) -> dict[str, Any]:
         """The keys that decide what is measured, as they are stored with the rows."""
@@ -119,6 +122,7 @@ class ReplaySettings(_Json):
             "golden": self.golden,
             "allow_tf32": self.allow_tf32,
             "fused": self.fused,
+            "references": self.references,
         }
 
 
@@ -260,10 +264,11 @@ def load_settings(config: Mapping[str, Any], schema: Mapping[str, Any]) -> Setti
         from spool.standards.thresholds import validate_overrides
 
         validate_overrides(standards)
+    references = {}
     if fused := values.get("fused", {}):
         from spool.userreferences import check_references
 
-        check_references(fused)
+        references = check_references(fused)
     for key in ("work_dir", "results_dir"):
         if re.search("[{}]", str(values.get(key, ""))):
             # They are parts of the workflow's patterns, where braces mean something.
@@ -284,7 +289,12 @@ def load_settings(config: Mapping[str, Any], schema: Mapping[str, Any]) -> Setti
             black_list=tuple(sorted(set(values.get("black_list", ())))),
             standards=standards,
         ),
-        replay=ReplaySettings(standards=standards, fused=fused, **_given(values, ReplaySettings)),
+        replay=ReplaySettings(
+            standards=standards,
+            fused=fused,
+            references=references,
+            **_given(values, ReplaySettings),
+        ),
         retire=RetireSettings(
             failed_dir=str(Path(failed).absolute()) if failed else "",
             **_given(values, RetireSettings),

@@ -7,6 +7,7 @@
     <spool>/rank0/step0/000017.Functional.linear.2.h5
     <spool>/rank0/step0/.000018.Tensor.add.4.h5.<host>-<pid>-<token>.partial
     <spool>/rank0/step0/closed.json                   how many shards the step has
+    <spool>/rank0/step0/retired.json                  who checked it and took shards away
     <spool>/rank0/closed.json                         the same of all steps, and why it ended
     <spool>/rank0.takes.json                          how often steps were deleted and captured anew
 
@@ -43,8 +44,10 @@ from spool.files import (
     partial_path,
 )
 from spool.markers import (
+    RETIRED,
     Heartbeat,
     RankCounts,
+    Retired,
     RunInfo,
     StepCounts,
     load,
@@ -234,6 +237,11 @@ class Store:
     def step_closed(self, rank: int, step: int) -> StepCounts | None:
         """Return the counts of a complete step, or None while it is open."""
         return load(StepCounts, self.root, self.step_dir(rank, step) / _CLOSED)
+
+    def retired_by(self, rank: int, step: int) -> str:
+        """Return who took shards of a step away: ``<host>:<work directory>``, or ""."""
+        marker = load(Retired, self.root, self.step_dir(rank, step) / RETIRED)
+        return marker.by if marker else ""
 
     def rank_closed(self, rank: int) -> RankCounts | None:
         """Return the counts of a complete rank, or None while it is open."""

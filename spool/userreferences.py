@@ -15,7 +15,7 @@ from spool.errors import ConfigError
 _LOADER = "spool.replay.registry"
 
 
-def check_references(fused: Mapping[str, str]) -> None:
+def check_references(fused: Mapping[str, str]) -> dict[str, str]:
     """Load the references that a configuration names, in a process of its own.
 
     Parameters
@@ -23,13 +23,18 @@ def check_references(fused: Mapping[str, str]) -> None:
     fused : mapping
         Name of an operator to ``package.module:function``.
 
+    Returns
+    -------
+    dict of str to str
+        Digest of the source of each module.
+
     Raises
     ------
     ConfigError
         In one line: which of them cannot be loaded, and why.
     """
     if not fused:
-        return
+        return {}
     child = subprocess.run(
         [sys.executable, "-m", _LOADER],
         input=json.dumps(dict(fused)),
@@ -40,3 +45,5 @@ def check_references(fused: Mapping[str, str]) -> None:
     if child.returncode:
         said = child.stderr.strip().splitlines() or [f"fused: exit status {child.returncode}"]
         raise ConfigError(said[-1])
+    digests: dict[str, str] = json.loads(child.stdout.splitlines()[-1])
+    return digests

@@ -172,6 +172,10 @@ def _problems(
         counted = total_of(totals, ["captured"])
         report.problems.append(
             f"rank {rank}: {_shards(missing)} missing: captured {counted}, found {found}; "
+            f"a check with work_dir {end.retired_by} has deleted or moved them (retain): "
+            "use that work_dir, or capture again"
+            if end.retired_by
+            else f"rank {rank}: {_shards(missing)} missing: captured {counted}, found {found}; "
             "look whether the spool is whole, and run the same command again when they are there"
         )
     for number, captured, there in _surplus(end):

@@ -20,6 +20,7 @@ Nothing here imports torch, Snakemake or HDF5, because every short job imports i
 from __future__ import annotations
 
 import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +89,12 @@ class WorkDir:
     def three_way(self, rank: int, number: int) -> Path:
         """Verdict rows of a segment's three-way calls."""
         return self._numbered("three_way", rank, number, "parquet")
+
+    @property
+    def name(self) -> str:
+        """What it is called in the spool: ``<host>:<path>``, in characters that can be printed."""
+        name = f"{socket.gethostname()}:{self.root.resolve()}"
+        return "".join(char if char.isprintable() else "?" for char in name)
 
     def retired(self, rank: int, number: int) -> Path:
         """What became of a segment's shards."""

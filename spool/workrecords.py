@@ -321,6 +321,8 @@ class RankEnd(_Record):
         Shards that closed.json counts and nobody found, by step.
     note : str
         Why an unclosed rank was taken as ended, or "".
+    retired_by : str
+        Whose check took missing shards away, see `spool.markers.Retired`; or "".
     """
 
     KIND: ClassVar[str] = "end of a rank"
@@ -334,6 +336,7 @@ class RankEnd(_Record):
     expected: dict[str, Any] | None = None
     missing: dict[int, int] = field(default_factory=dict)
     note: str = ""
+    retired_by: str = ""
 
     @property
     def place(self) -> tuple[str, str]:
@@ -353,6 +356,7 @@ class RankEnd(_Record):
             "expected": self.expected,
             "missing": {str(step): count for step, count in sorted(self.missing.items())},
             "note": self.note,
+            "retired_by": self.retired_by,
         }
 
     @classmethod
@@ -378,6 +382,7 @@ class RankEnd(_Record):
             expected=expected,
             missing=_counts(data["missing"]),
             note=_text(data["note"]),
+            retired_by=_text(data.get("retired_by", "")),
         )
 
 

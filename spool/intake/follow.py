@@ -245,6 +245,8 @@ class Intake(threading.Thread):
             return
         end = found.end
         lost = f", {sum(end.missing.values())} missing" if end.missing else ""
+        if end.retired_by:
+            lost += f": a check with work_dir {end.retired_by} took them"
         note = f" ({end.note})" if end.note else ""
         calls = sum(end.found.values())
         amount = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -225,6 +226,8 @@ class RankFollower:
             return False
         if counts is None and (closed is None or not self.ledger.step(step).found):
             return True
+        if self._retired_by(step):
+            return True
         if self._clock() - self._over_since >= self._settings.missing_seconds:
             return True
         wanted = counts.shards if counts else 0
@@ -234,6 +237,13 @@ class RankFollower:
             f"{self.ledger.step(step).found} seen; waiting for the rest",
         )
         return False
+
+    def _retired_by(self, step: int) -> str:
+        """Whose check took shards of a step away, if it was another work directory's."""
+        by = ""
+        with contextlib.suppress(StoreError):  # it only tells, and what is unreadable tells nothing
+            by = self._store.retired_by(self.rank, step)
+        return "" if by == self._settings.work.name else by
 
     def _end(self, closed: RankCounts | None) -> RankEnd:
         """Write down that the rank is over."""
@@ -254,14 +264,16 @@ class RankFollower:
             expected=json.loads(to_json(closed)) if closed else None,
             missing=missing,
             note=self._note,
+            retired_by=next(filter(None, map(self._retired_by, sorted(missing))), ""),
         )
         tables = rank_tables(self._settings.results_dir, end).all
         path = self._settings.work.end(self.rank)
         if missing and not path.exists() and any(table.exists() for table in tables):
+            other = end.retired_by or "another work_dir, which checked them,"
             raise StoreError(
                 f"{tables[0].parent}: holds tables of rank {self.rank} of this run, and "
-                f"{sum(missing.values())} of its shards are not in the spool: another work_dir, "
-                "which checked them, has their rows; use that one, or name another results_dir"
+                f"{sum(missing.values())} of its shards are not in the spool: {other} has their "
+                "rows; use that one, or name another results_dir"
             )
         # Late shards change it, and then the tables must be older.
         end.save(path, tables)

@@ -2,7 +2,8 @@
 
 The rows of a batch are written once, to the work directory's ``measured``; the rule's
 output is a link to them. Running the rule again on a measured batch only publishes
-the rows again: the shards may be gone by then.
+the rows again: the shards may be gone by then. Calls of fused operators are an exception
+when their references changed, see `spool.replay.again`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import stat
 import sys
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from spool.files import (
 from spool.gpus import visible_gpus
 from spool.parquet import MAX_TABLE, read_measured, read_meta, write_measured
 from spool.records import MeasuredRow, Outcome
+from spool.replay.again import REFERENCES, changed, merged, numbers_again
 from spool.replay.journal import Progress, recover
 from spool.replay.result import CallResult, header_from_json, header_of_file, is_same_call
 from spool.replay.supervise import Job, ReplayError, run_workers
@@ -80,14 +83,17 @@ def _replay_batch(manifest: Path, work_dir: Path, output: Path, settings: Replay
     make_dirs(measured.parent)
     with _locked(journal, f"rank {record.rank} batch {record.batch}") as unfinished:
         if measured.exists():
-            _say_kept(measured, record, settings)
             if unfinished:
                 record.require_take()
                 _quarantine(record, work, read_measured(measured))
+            if changed(read_meta(measured), _measuring(settings)):
+                _measure_again(Job(manifest, journal, settings, (), again=True), record, measured)
+            _say_kept(measured, record, settings)
         else:
             if not unfinished:
                 _require_shards(record, measured)
-            rows = _measure(Job(manifest, journal, settings), record)
+            everything = tuple(range(len(record.shards)))
+            rows = _measure(Job(manifest, journal, settings, everything), record)
             # After the shards were read: what was read is of the take that is meant.
             record.require_take()
             _write_once(measured, rows, _facts(settings, rows))
@@ -117,23 +123,42 @@ def _require_shards(record: Manifest, measured: Path) -> None:
         )
 
 
+def _measure_again(job: Job, record: Manifest, measured: Path) -> None:
+    """Measure those calls again that other references act on, where their shards are there."""
+    old = read_measured(measured)
+    numbers, gone = numbers_again(job.manifest, record, old)
+    if numbers:
+        rows = merged(old, _measure(replace(job, numbers=numbers), record))
+        record.require_take()
+    else:
+        rows = old
+    wanted = _measuring(job.settings)
+    write_measured(measured, rows, read_meta(measured) | {key: wanted[key] for key in REFERENCES})
+    if numbers or gone:
+        print(
+            f"rank {record.rank}: batch {record.batch}: other references (fused): "
+            f"{len(numbers)} calls measured again, {gone} keep what they have, for their shards "
+            "are gone",
+            file=sys.stderr,
+        )
+
+
 def _measure(job: Job, record: Manifest) -> list[MeasuredRow]:
-    identity = _identity(record, job.settings)
+    identity = _identity(record, job)
 
     def reload() -> Progress:
         return recover(job.journal, identity)
 
-    progress = run_workers(job, len(record.shards), reload(), reload)
-    return _rows(record, progress, job.journal)
+    return _rows(record, run_workers(job, reload(), reload), job)
 
 
-def _rows(record: Manifest, progress: Progress, journal: Path) -> list[MeasuredRow]:
-    """The rows of every shard of a batch, which are all settled."""
+def _rows(record: Manifest, progress: Progress, job: Job) -> list[MeasuredRow]:
+    """The rows of a job's shards, which are all settled."""
     try:
-        results = [_result(record, number, progress) for number in range(len(record.shards))]
+        results = [_result(record, number, progress) for number in job.numbers]
     except ValueError as error:
         raise ReplayError(
-            f"{journal}: not a usable journal: {error}; remove it and rerun"
+            f"{job.journal}: not a usable journal: {error}; remove it and rerun"
         ) from None
     results.sort(key=lambda result: result.header.key)
     return [row for result in results for row in result.rows()]
@@ -155,13 +180,14 @@ def _result(record: Manifest, number: int, progress: Progress) -> CallResult:
     return result
 
 
-def _identity(record: Manifest, settings: ReplaySettings) -> dict[str, Any]:
+def _identity(record: Manifest, job: Job) -> dict[str, Any]:
     """What the journal's results hang on; results of another job are worth nothing."""
     content = json.dumps(record.to_json(), sort_keys=True).encode()
     return {
         "journal": _JOURNAL_VERSION,
         "manifest": hashlib.sha256(content).hexdigest(),
-        "settings": settings.to_json() | {"gpu": None},
+        "settings": job.settings.to_json() | {"gpu": None},
+        "numbers": list(job.numbers),
         **_versions(),
     }
 

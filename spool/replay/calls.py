@@ -14,7 +14,7 @@ from spool.apinames import Function
 from spool.call import Call
 from spool.errors import BadShard
 from spool.names import base_name, is_fused
-from spool.records import CallHeader, Outcome
+from spool.records import CallHeader, Outcome, no_reference
 from spool.replay import registry
 from spool.replay.admission import check_arguments
 from spool.replay.backward import check_operator
@@ -85,7 +85,7 @@ def replay_call(call: Call, header: CallHeader, bench: Bench, limit: int) -> Cal
     except NoReference as skip:
         return CallResult(header, Outcome.SKIPPED, skip.reason)
     except Unsupported as error:
-        reason = f"no reference for {base_name(call.api)} with {error}"
+        reason = no_reference(base_name(call.api), str(error))
         return CallResult(header, Outcome.SKIPPED, reason[:_MAX_REASON])
     except BadShard:
         raise

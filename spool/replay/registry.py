@@ -5,13 +5,17 @@ Nothing in a shard adds to them.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from spool.errors import ConfigError
+from spool.records import no_reference
 from spool.replay.fused import REFERENCES
 from spool.replay.fused.reference import Reference
 
@@ -61,7 +65,7 @@ def reference(name: str) -> Callable[..., Any]:
     """
     found = find(name)
     if found is None:
-        raise LookupError(f"no reference for {name}")
+        raise LookupError(no_reference(name))
     return found.function
 
 
@@ -75,7 +79,7 @@ def is_own(name: str) -> bool:
     return name in REFERENCES and name not in _registered
 
 
-def load(fused: Mapping[str, str]) -> None:
+def load(fused: Mapping[str, str]) -> dict[str, str]:
     """Import the references that a configuration names and register them.
 
     Parameters
@@ -83,15 +87,23 @@ def load(fused: Mapping[str, str]) -> None:
     fused : mapping
         Name of an operator to ``package.module:function``.
 
+    Returns
+    -------
+    dict of str to str
+        Digest of each module's file: a reference that is mended is another one.
+
     Raises
     ------
     ConfigError
         If a module cannot be imported, or has no such function.
     """
+    digests = {}
     for name, target in fused.items():
         module, _, attribute = target.partition(":")
         try:
-            function = getattr(importlib.import_module(module), attribute)
+            imported = importlib.import_module(module)
+            function = getattr(imported, attribute)
+            digests[module] = _digest(imported)
         except AttributeError:
             raise ConfigError(f"fused: {name}: {target}: {module} has no {attribute}") from None
         except Exception as error:  # a module may do anything while it is imported
@@ -101,10 +113,19 @@ def load(fused: Mapping[str, str]) -> None:
                 "check the name and PYTHONPATH"
             ) from error
         register_reference(name, function)
+    return digests
+
+
+def _digest(module: ModuleType) -> str:
+    """Of a module's source, "" if it has no file."""
+    file = getattr(module, "__file__", None)
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""
 
 
 if __name__ == "__main__":
     try:
-        load(json.load(sys.stdin))
+        result = load(json.load(sys.stdin))
+        print()  # a module may have printed without an end of line
+        print(json.dumps(result))
     except ConfigError as error:
         sys.exit(str(error))

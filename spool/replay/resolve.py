@@ -5,6 +5,7 @@ from __future__ import annotations
 from spool import apinames
 from spool.apinames import Function
 from spool.errors import BadShard
+from spool.records import no_reference
 from spool.replay import registry
 
 
@@ -44,7 +45,7 @@ def resolve(api: str, overload: str = "") -> Function:
     if prefix == "NPU":
         reference = registry.find(name)
         if reference is None:
-            raise NoReference(f"no reference for {name}")
+            raise NoReference(no_reference(name))
         return reference.function
     try:
         return apinames.function_of(api, overload)

@@ -42,23 +42,25 @@ class Job:
     ----------
     manifest, journal : Path
     settings : ReplaySettings
+    numbers : tuple of int
+        Shards of the manifest, in ascending order.
+    again : bool
+        Whether they were measured before, and may lie where kept shards lie.
     """
 
     manifest: Path
     journal: Path
     settings: ReplaySettings
+    numbers: tuple[int, ...]
+    again: bool = False
 
 
-def run_workers(
-    job: Job, total: int, progress: Progress, reload: Callable[[], Progress]
-) -> Progress:
+def run_workers(job: Job, progress: Progress, reload: Callable[[], Progress]) -> Progress:
     """Start workers until every shard is settled.
 
     Parameters
     ----------
     job : Job
-    total : int
-        Shards in the manifest.
     progress : Progress
         What the journal already holds.
     reload : callable
@@ -71,7 +73,7 @@ def run_workers(
     """
     second_try: set[int] = set()
     idle_deaths = 0
-    while todo := [number for number in range(total) if not progress.settled(number)]:
+    while todo := [number for number in job.numbers if not progress.settled(number)]:
         end = _Worker(job, todo).follow()
         if end.fatal:
             raise ReplayError(end.fatal)
@@ -163,6 +165,7 @@ class _Worker:
             "journal": str(job.journal),
             "settings": job.settings.to_json(),
             "todo": todo,
+            "again": job.again,
         }
         assert self.process.stdin is not None
         try:

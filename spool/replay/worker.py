@@ -34,6 +34,7 @@ from spool.call import Call
 from spool.errors import BadShard, ConfigError, SpoolError, StoreError, explain
 from spool.records import CallHeader, Outcome
 from spool.replay import registry
+from spool.replay.again import KeptShards
 from spool.replay.calls import Poisoned, replay_call
 from spool.replay.estimate import limit_process, memory_of
 from spool.replay.execute import Bench
@@ -124,7 +125,8 @@ class Worker:
     ----------
     job : dict
         ``manifest`` (path), ``settings`` (JSON of `ReplaySettings`), ``todo`` (numbers
-        of shards), and what `main` uses.
+        of shards), ``again`` (whether they may lie where kept ones do), and what `main`
+        uses.
     say : callable
         Reports an event to the supervisor.
     """
@@ -133,6 +135,7 @@ class Worker:
         self.manifest = Manifest.find(Path(job["manifest"]))
         self.settings = ReplaySettings.from_json(job["settings"])
         self.todo: list[int] = job["todo"]
+        self.kept = KeptShards(Path(job["manifest"]), self.manifest) if job["again"] else None
         self.say = say
         registry.load(self.settings.fused)
         self.bench = open_bench(self.settings)
@@ -180,6 +183,8 @@ class Worker:
         for wait in _READ_ATTEMPTS:
             time.sleep(wait)  # a network mount may be a moment behind
             try:
+                if self.kept is not None and self.kept.has(shard.file):
+                    return shards.read(self.kept.path(shard.file), self.readable)
                 with self.manifest.opened() as here:
                     return shards.read(here / shard.file, self.readable)
             except OSError as error:

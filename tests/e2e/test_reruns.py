@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
 import time
 from dataclasses import replace
@@ -194,10 +195,30 @@ def test_another_work_directory_leaves_finished_tables_alone(retired: Path, tmp_
     done = run(cwd, check=False, work_dir="other")
     assert done.returncode == 1
     (line,) = {line for line in done.stderr.splitlines() if "holds tables of rank 0" in line}
-    assert "of its shards are not in the spool: another work_dir" in line
+    owner = f"{socket.gethostname()}:{retired / 'work'}"  # the run was copied since
+    assert f"of its shards are not in the spool: {owner} has their rows; use that one" in line
     assert harness.tables(cwd) == finished
+    # With other results too: at once, and by name.
+    began = time.monotonic()
+    done = run(cwd, check=False, work_dir="third", results_dir="elsewhere", missing_seconds=100)
+    assert done.returncode == 1
+    assert time.monotonic() - began < 100
+    assert f"missing: a check with work_dir {owner} took them" in done.stderr
+    said(done, f"a check with work_dir {owner} has deleted or moved them (retain): use that work")
     run(cwd)
     assert harness.tables(cwd) == finished
+
+
+def test_without_word_of_who_took_them_shards_are_missing(retired: Path, tmp_path: Path) -> None:
+    """The word may be gone, unreadable, or a link: it only tells."""
+    cwd = harness.copy_run(retired, tmp_path / "run")
+    spoil = [path.unlink for path in cwd.glob("spool-data/rank0/*/retired.json")]
+    (first, *_) = cwd.glob("spool-data/rank0/*/retired.json")
+    for change in (*spoil, lambda: first.symlink_to("/etc/passwd")):
+        change()
+    done = run(cwd, check=False, work_dir="other")
+    line = said(done, "of its shards are not in the spool")
+    assert "another work_dir, which checked them, has their rows" in line
 
 
 def test_retain_changed_after_shards_were_retired(retired: Path, tmp_path: Path) -> None:

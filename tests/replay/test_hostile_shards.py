@@ -53,7 +53,7 @@ def test_a_shard_that_does_not_fit_into_memory_is_a_row(
     (_, call) = calls()
     manifest = spool_calls(tmp_path, [call])
     monkeypatch.setattr(worker, "limit_process", lambda limit: None)
-    job = {"manifest": str(manifest), "settings": SETTINGS.to_json(), "todo": [0]}
+    job = {"manifest": str(manifest), "settings": SETTINGS.to_json(), "todo": [0], "again": False}
     under_test = worker.Worker(job, lambda line: None)
     assert under_test.readable.region_bytes > 1 << 30
     under_test.readable = shard.Limits(region_bytes=100)

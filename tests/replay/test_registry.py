@@ -122,3 +122,17 @@ def test_what_a_reference_does_not_support_is_a_skip() -> None:
     assert result.reason == "no reference for npu_fusion_attention with input_layout='NTD'"
     call = record("NPU.npu_fusion_attention", lambda *_, **__: x, x, x, x, 2, "BNSD", keep_prob=0.5)
     assert replayed(call).reason == "draws random numbers"
+
+
+def test_what_a_module_prints_does_not_hide_its_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reference that is edited has another digest; one in another module has its own."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    file = tmp_path / "loud_module.py"
+    file.write_text("print('{}', end='')\ndef f(x):\n    return x\n")
+    first = check_references({"npu_x": "loud_module:f"})
+    assert list(first) == ["loud_module"]
+    assert check_references({"npu_x": "loud_module:f"}) == first
+    file.write_text(file.read_text() + "\n")
+    assert check_references({"npu_x": "loud_module:f"}) != first
