@@ -39,6 +39,7 @@ from spool.records import Outcome
 from spool.replay import batch
 from spool.replay.journal import Journal, recover
 from spool.replay.result import CallResult
+from spool.replay.supervise import Job
 from spool.settings import ReplaySettings, RetireSettings, Settings
 from spool.standards.rows import Status
 from spool.store import Heartbeat, RankCounts, StepCounts, Store
@@ -433,7 +434,8 @@ def test_a_journal_with_other_results_is_one_line(
     make_dirs(journal.parent)
     for result, is_sound in ((data, False), (sound.to_json(), True)):
         journal.unlink(missing_ok=True)
-        recover(journal, batch._identity(manifest, settings))
+        job = Job(work.batch(0, 0), journal, settings, tuple(range(len(manifest.shards))))
+        recover(journal, batch._identity(manifest, job))
         with Journal(journal) as file:
             file.add({"done": 0, "result": result}, 0.0)
         if is_sound:

@@ -53,6 +53,7 @@ from spool.ledger import Candidate, Ledger  # noqa: E402
 from spool.markers import (  # noqa: E402
     Heartbeat,
     RankCounts,
+    Retired,
     StepCounts,
     load,
     load_rank,
@@ -67,6 +68,8 @@ from spool.replay.batch import _rows  # noqa: E402
 from spool.replay.journal import encode as journal_line  # noqa: E402
 from spool.replay.journal import recover  # noqa: E402
 from spool.replay.result import CallResult, header_of_file  # noqa: E402
+from spool.replay.supervise import Job  # noqa: E402
+from spool.settings import ReplaySettings  # noqa: E402
 from spool.standards.rows import Route  # noqa: E402
 from spool.workdir import Bound, Manifest, RankEnd, Segment, ShardRef  # noqa: E402
 
@@ -380,7 +383,8 @@ def read_journal(path: Path) -> Any:
     for number in range(len(SHARDS)):
         if not progress.settled(number):
             progress.lost[number] = "Crash"
-    return _rows(MANIFEST, progress, path)
+    numbers = tuple(range(len(SHARDS)))
+    return _rows(MANIFEST, progress, Job(path, path, ReplaySettings(), numbers))
 
 
 def any_bytes(write: Callable[[Path], Any]) -> Callable[[Draw, Path], None]:
@@ -541,6 +545,10 @@ KINDS: dict[str, Kind] = {
         any_json(written(to_json(Heartbeat(1.5, 77, "h", 1, 4, 6112)))),
         lambda path: load(Heartbeat, path.parent, path),
         has_usable_numbers,
+    ),
+    "retired": Kind(
+        any_json(written(to_json(Retired("host:/a/work")))),
+        lambda path: load(Retired, path.parent, path),
     ),
     "takes": Kind(
         any_json(written(takes_to_json({0: 1, 3: 2}))),
