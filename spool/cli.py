@@ -51,8 +51,9 @@ def _parser() -> argparse.ArgumentParser:
 
     status = commands.add_parser("status", help="how far capture and checking are")
     status.add_argument(
-        "--spool-dir", type=Path, help="default: the one that the work directory follows"
+        "spool_dir", nargs="?", type=Path, help="default: the one that the work directory follows"
     )
+    status.add_argument("--spool-dir", type=Path, dest="spool", help=argparse.SUPPRESS)
     status.add_argument("--work-dir", default="work", type=Path, help="default: %(default)s")
     status.set_defaults(command=_status)
 
@@ -104,7 +105,7 @@ def _init(arguments: argparse.Namespace) -> int:
 def _status(arguments: argparse.Namespace) -> int:
     from spool.status import status_lines
 
-    for line in status_lines(arguments.spool_dir, arguments.work_dir):
+    for line in status_lines(arguments.spool_dir or arguments.spool, arguments.work_dir):
         print(line)
     return 0
 

@@ -203,6 +203,6 @@ def test_status_takes_the_spool_that_the_work_directory_follows(
     write_if_changed(WorkDir(here / "work").run, {"run_id": one.run.run_id, "spool": str(one.root)})
     assert main(["status"]) == 0
     assert f"{here / 'one'}: run of " in capsys.readouterr().out
-    assert main(["status", "--spool-dir", "other"]) == 2
+    assert main(["status", "other"]) == 2
     assert f"work: holds another run, that of {one.root}" in capsys.readouterr().err
     assert other.run.run_id != one.run.run_id

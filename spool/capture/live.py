@@ -111,12 +111,13 @@ class Live:
         if self._kept:
             logger.info(
                 "rank %d: %d steps from %d to %d are closed already and stay; this run begins with "
-                "step %d (first_step)",
+                "step %d (first_step)%s",
                 rank,
                 len(self._kept),
                 min(self._kept),
                 max(self._kept),
                 self._step,
+                ": the closed ones are not captured again" * (self._step in self._kept),
             )
 
     def _start_writers(

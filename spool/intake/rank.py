@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,14 +15,16 @@ from spool.intake.remind import Reminder
 from spool.intake.targets import rank_tables
 from spool.intake.watch import Hints
 from spool.markers import MarkerError, to_json
+from spool.processes import is_running
 from spool.settings import Settings
 from spool.workdir import RankEnd, ShardRef
 
 if TYPE_CHECKING:
     from spool.store import Heartbeat, RankCounts, StepCounts, Store
 
-# A rank without a sign of life is spoken of after so many seconds.
-SILENT = 60.0
+# A rank without a sign of life is spoken of after so many seconds; one whose process is
+# known to be gone when the next heartbeat is overdue.
+SILENT, OVERDUE = 60.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -213,12 +216,25 @@ class RankFollower:
                 f"rank {self.rank} was not closed and silent for {timeout:g} s (idle_timeout); "
                 "taken as ended"
             )
+        elif silent >= OVERDUE and (pid := self._gone()):
+            self._remind(
+                f"silent {self.rank}",
+                f"rank {self.rank}: process {pid} of this host, which captured it, is gone; "
+                f"`spool close {self._store.root} --rank {self.rank}` ends it",
+            )
         elif silent >= SILENT:
             self._remind(
                 f"silent {self.rank}",
                 f"rank {self.rank} silent for {silent:.0f} s; "
                 f"`spool close {self._store.root} --rank {self.rank}` ends it",
             )
+
+    def _gone(self) -> int:
+        """The rank's training process, if it ran on this host and has ended; else 0."""
+        beat = self._beat
+        if beat is None or beat.host != socket.gethostname():
+            return 0
+        return 0 if is_running(beat.pid) or (beat.writer and is_running(beat.writer)) else beat.pid
 
     def _is_given_up(self, step: int, closed: RankCounts | None, counts: StepCounts | None) -> bool:
         """Whether an incomplete step of a rank that is over is taken as it is."""

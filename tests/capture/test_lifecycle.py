@@ -376,6 +376,15 @@ def test_steps_that_are_not_captured_have_no_mode(spooled):
     assert spooled.names(3) == ["Torch.cos.0", "Torch.tan.0"]
 
 
+def test_who_trains_closed_steps_once_more_is_told(spooled, said):
+    with spooled.enable():
+        torch.sin(torch.ones(2))
+    with spooled.enable(resume=True):
+        torch.cos(torch.ones(2))
+    assert "begins with step 0 (first_step): the closed ones are not captured again" in said()
+    assert spooled.names() == ["Torch.sin.0"]
+
+
 def test_who_goes_on_from_a_checkpoint_names_the_step(spooled, said):
     with spooled.enable() as session:
         for _ in range(3):
@@ -386,6 +395,7 @@ def test_who_goes_on_from_a_checkpoint_names_the_step(spooled, said):
             torch.cos(torch.ones(2))
             session.step()
     assert "3 steps from 0 to 2 are closed already and stay; this run begins with step 3" in said()
+    assert "not captured again" not in said()
     assert [spooled.names(step) for step in range(6)] == [
         *[["Torch.sin.0"]] * 3,
         *[["Torch.cos.0"]] * 2,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import socket
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -63,9 +65,9 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def beat(step: int = 0, blocked: bool = False, **changes: float) -> Heartbeat:
+def beat(step: int = 0, blocked: bool = False, host: str = "far", **changes: float) -> Heartbeat:
     values = {"time": 1.0, "pid": 1, "captured": 0, "bytes": 0, **changes}
-    return Heartbeat(host="far", step=step, blocked=blocked, **values)  # type: ignore[arg-type]
+    return Heartbeat(host=host, step=step, blocked=blocked, **values)  # type: ignore[arg-type]
 
 
 def segment(number: str) -> list[str]:
@@ -365,6 +367,29 @@ def test_silence_is_told_and_ends_after_the_idle_timeout(root: Path) -> None:
     end = RankEnd.load(run.work.end(0))
     assert end.expected is None
     assert "silent for 100 s (idle_timeout)" in end.note
+    run.close()
+
+
+def test_a_process_of_this_host_that_is_gone_is_told_soon(root: Path) -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    store = Store.create(root / "spool", {})
+    store.publish(make_call())
+    store.heartbeat(0, beat(host=socket.gethostname(), pid=child.pid, writer=os.getpid()))
+    run = Run(root)
+    run.intake.prepare()
+    run.look()
+    run.look(50)
+    assert run.lines == []  # its writer process lives
+    store.heartbeat(0, beat(host=socket.gethostname(), pid=child.pid))
+    run.look()
+    run.look(9)
+    assert run.lines == []
+    run.look(2)
+    assert run.lines == [
+        f"rank 0: process {child.pid} of this host, which captured it, is gone; "
+        f"`spool close {root / 'spool'} --rank 0` ends it"
+    ]
     run.close()
 
 
