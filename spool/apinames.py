@@ -302,6 +302,8 @@ def _members(
     """Functions of a namespace that are allowed: declared, in-place twins, optimizer operators."""
     found = {name: value for name in dir(namespace) if _is_function(value := _get(namespace, name))}
     listed = {name for name, value in found.items() if value in declared}
+    if prefix == "Torch":  # some it lists where they are written: a program may replace one alone
+        listed |= {name for name in found if _get(torch.functional, name) in declared}
     for name, value in found.items():
         if name in REACHES_OUTSIDE or name in VALUELESS:
             continue

@@ -151,12 +151,14 @@ def test_replaced_before_spool_is_imported(tmp_path):
             replace(torch.Tensor, name)
         replace(torch, "exp")
         replace(torch.functional, "einsum")
+        replace(torch, "unique")
+        replace(torch.functional, "unique")
 
         def use():
             return [
                 F.silu(x), F.gelu(x), F.max_pool1d(x, 2), F.logsigmoid(x), F.softmax(x, -1),
                 x.relu(), x.norm(), x.add(x), 1 - x, x + x, torch.exp(x),
-                torch.functional.einsum("bij->bj", x),
+                torch.functional.einsum("bij->bj", x), torch.unique(x),
             ]
 
         expected = use()
@@ -174,6 +176,7 @@ def test_replaced_before_spool_is_imported(tmp_path):
         *("Functional.silu.0", "Functional.gelu.0", "Functional.max_pool1d.0"),
         *("Functional.logsigmoid.0", "Functional.softmax.0", "Tensor.relu.0", "Tensor.norm.0"),
         *("Tensor.add.0", "Tensor.__rsub__.0", "Tensor.add.1", "Torch.exp.0", "Torch.einsum.0"),
+        "Torch.unique.0",
     ]
 
 
