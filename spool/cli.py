@@ -78,6 +78,32 @@ def _parser() -> argparse.ArgumentParser:
     unlock.add_argument("work_dir", nargs="?", default="work", type=Path)
     unlock.set_defaults(command=_unlock)
 
+    receive = commands.add_parser(
+        "receive", help="take shards from training hosts without shared storage"
+    )
+    receive.add_argument("--spool-dir", default="spool-data", type=Path)
+    receive.add_argument("--host", default="", help="address to listen at; default: all")
+    receive.add_argument("--port", required=True, type=int)
+    receive.add_argument(
+        "--tls-path", required=True, help="directory of certificates; '' listens without TLS"
+    )
+    receive.add_argument(
+        "--rank", type=int, action="append", help="end when these are closed; default: never"
+    )
+    receive.set_defaults(command=_receive)
+
+    ship = commands.add_parser(
+        "ship", help="send what a training process left when its receiver was away"
+    )
+    ship.add_argument("dir", type=Path, help="the directory that it named")
+    ship.set_defaults(command=_ship)
+
+    certs = commands.add_parser(
+        "certs", help="make certificates to try the socket out, of an authority of their own"
+    )
+    certs.add_argument("dir", type=Path)
+    certs.set_defaults(command=_certs)
+
     selftest = commands.add_parser(
         "selftest", help="check the fused operators of a device against their references"
     )
@@ -159,6 +185,33 @@ def _unlock(arguments: argparse.Namespace) -> int:
     path = WorkDir(arguments.work_dir).lock
     owner = WorkLock(path).force()
     print(f"{path}: released, was held by {owner}" if owner else f"{path}: nobody holds it")
+    return 0
+
+
+def _receive(arguments: argparse.Namespace) -> int:
+    from spool.transport.receive import receive
+
+    directory = Path(arguments.tls_path) if arguments.tls_path else None
+    return receive(
+        arguments.spool_dir, arguments.host, arguments.port, directory, arguments.rank or []
+    )
+
+
+def _ship(arguments: argparse.Namespace) -> int:
+    from spool.transport.shipper import Shipper, load_order
+
+    root = arguments.dir.absolute()
+    shipper = Shipper(root, load_order(root), lambda line: print(f"spool: {line}"), linger=0.0)
+    done = shipper.run()
+    print(f"{shipper.shards} shards sent{'' if done else '; the rest waits'}")
+    return 0 if done else 1
+
+
+def _certs(arguments: argparse.Namespace) -> int:
+    from spool.transport.certs import make
+
+    for path in make(arguments.dir):
+        print(path)
     return 0
 
 

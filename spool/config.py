@@ -6,9 +6,8 @@ names a file when none is given, ``SPOOL_DIR`` the spool directory when neither
 a keyword nor the file sets it. Keywords win over the file. Every wrong value is
 one `ConfigError` that names the key, the value and what is allowed.
 
-Shipping to a receiver over the network is not part of this version: ``host``
-and ``port`` are understood and validated, and refused when no ``spool_dir`` is
-set beside them.
+A spool directory wins over a receiver: ``host``, ``port`` and ``tls_path`` count where
+none is named.
 """
 
 from __future__ import annotations
@@ -47,10 +46,16 @@ class CaptureConfig:
 
     Parameters
     ----------
-    spool_dir : Path
-        The spool directory; its parent must exist.
-    host, port, tls_path : str, int or None, str or None
-        A receiver; without effect, because `spool_dir` is always set.
+    spool_dir : Path or None
+        The spool directory; its parent must exist. None where a receiver is named instead.
+    host, port : str, int or None
+        Where the receiver listens.
+    tls_path : str or None
+        Directory of certificates and keys; "" sends without TLS.
+    tls_server_name : str
+        That the receiver's certificate must carry; "" for any.
+    spill_dir : Path or None
+        Where what is not sent yet lies; None is in memory.
     rank, step : frozenset of int
         Empty means all.
     scope : tuple of two str, or None
@@ -85,10 +90,12 @@ class CaptureConfig:
         Keys of an msprobe file that do not apply, to be logged once.
     """
 
-    spool_dir: Path = Path(DEFAULT_DIR)
+    spool_dir: Path | None = Path(DEFAULT_DIR)
     host: str = ""
     port: int | None = None
     tls_path: str | None = None
+    tls_server_name: str = ""
+    spill_dir: Path | None = None
     rank: frozenset[int] = frozenset()
     step: frozenset[int] = frozenset()
     scope: tuple[str, str] | None = None
@@ -150,9 +157,8 @@ def load(config: str | os.PathLike[str] | None = None, **keywords: object) -> Ca
     checked = _check(values, f"{source}: ") | _check(keywords, "")
     if checked.get("spool_dir") is None:
         named = os.environ.get("SPOOL_DIR", "")
-        if not named:
-            _refuse_receiver(checked)
-        checked["spool_dir"] = Path(named or DEFAULT_DIR)
+        is_sent = not named and _names_receiver(checked)
+        checked["spool_dir"] = None if is_sent else Path(named or DEFAULT_DIR)
     return CaptureConfig(**checked, ignored=ignored)
 
 
@@ -200,13 +206,23 @@ def _default(name: str) -> object:
     return next(field.default for field in fields(CaptureConfig) if field.name == name)
 
 
-def _refuse_receiver(checked: Mapping[str, object]) -> None:
+def _names_receiver(checked: Mapping[str, object]) -> bool:
+    """Whether a receiver is named, and everything that it takes."""
     host, port = checked.get("host"), checked.get("port")
-    if host or port is not None:
+    if not host and port is None:
+        return False
+    if not host or port is None:
         raise ConfigError(
-            f"host={host or ''!r} port={port}: this version writes to spool_dir only and cannot "
-            "ship to a receiver; set spool_dir (nfs_path) to a shared directory"
+            f"host={host or ''!r} port={port}: a receiver is named by both; or set spool_dir "
+            "(nfs_path) to a shared directory"
         )
+    if checked.get("tls_path") is None:
+        raise ConfigError(
+            f"host={host!r} port={port}: tls_path is missing: name the directory of certificates, "
+            "or say tls_path='' to send without TLS, where everybody on the way can read and "
+            "change it"
+        )
+    return True
 
 
 # Checks of one value each: (key as the user wrote it, value) -> validated value.
@@ -365,6 +381,8 @@ CHECKS: dict[str, Callable[[str, object], Any]] = {
     "host": _host,
     "port": _port,
     "tls_path": _text,
+    "tls_server_name": _host,
+    "spill_dir": _directory,
     "rank": _numbers,
     "step": _numbers,
     "scope": _scope,

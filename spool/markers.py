@@ -151,18 +151,7 @@ def to_json(marker: RunInfo | StepCounts | RankCounts | Heartbeat | Retired) -> 
 def load_run(path: Path) -> RunInfo | None:
     """Read ``run.json``, or None if there is none; a newer format is an error."""
     record = _load(path.parent, path)
-    if record is None:
-        return None
-    version = record.get("format")
-    if type(version) is int and version > FORMAT_VERSION:
-        raise StoreError(
-            f"{path.parent} is of spool format {version}, but this Spool reads "
-            f"{FORMAT_VERSION}: update Spool"
-        )
-    run: RunInfo = _make(RunInfo, record, path)
-    if not re.fullmatch("[0-9]{14}", run.timestamp):
-        raise _malformed(path, "timestamp")
-    return run
+    return None if record is None else run_info(record, path)
 
 
 Marker = TypeVar("Marker", StepCounts, Heartbeat, Retired)
@@ -206,6 +195,50 @@ def rank_counts(record: dict[str, Any], path: Path) -> RankCounts:
             raise _malformed(path, "steps")
         counts[int(number)] = _make(StepCounts, item, path)
     return RankCounts(counts, str(reason))
+
+
+def step_counts(record: dict[str, Any], path: Path) -> StepCounts:
+    """Check what a step was closed with, as it stands in the file `path`.
+
+    Raises
+    ------
+    StoreError
+        If it is not what `to_json` writes.
+    """
+    counts: StepCounts = _make(StepCounts, record, path)
+    return counts
+
+
+def heartbeat(record: dict[str, Any], path: Path) -> Heartbeat:
+    """Check a sign of life, as it stands in the file `path`.
+
+    Raises
+    ------
+    StoreError
+        If it is not what `to_json` writes.
+    """
+    beat: Heartbeat = _make(Heartbeat, record, path)
+    return beat
+
+
+def run_info(record: dict[str, Any], path: Path) -> RunInfo:
+    """Check what is said of a run, as it stands in the file `path`.
+
+    Raises
+    ------
+    StoreError
+        If it is not what `to_json` writes, or of a newer format.
+    """
+    version = record.get("format")
+    if type(version) is int and version > FORMAT_VERSION:
+        raise StoreError(
+            f"{path.parent} is of spool format {version}, but this Spool reads "
+            f"{FORMAT_VERSION}: update Spool"
+        )
+    run: RunInfo = _make(RunInfo, record, path)
+    if not re.fullmatch("[0-9]{14}", run.timestamp):
+        raise _malformed(path, "timestamp")
+    return run
 
 
 def takes_path(root: Path, rank: int) -> Path:

@@ -74,7 +74,7 @@ def _changed(values: Mapping[str, Any]) -> dict[str, Any]:
         "error_data_path": "",
         "host": "",
         "port": -1,
-        "tls_path": "",
+        "tls_path": None,
     }
     return {key: value for key, value in values.items() if value != defaults.get(key, _NEVER)}
 
@@ -107,7 +107,7 @@ def _coerce(path: str, value: Any, schema: Mapping[str, Any]) -> Any:
         return value.lower() == "true"
     if path in _SIZE_KEYS:
         return _size(value)
-    if kind in ("integer", "number"):
+    if kind in ("integer", "number", ["integer", "null"]):
         return _as_number(str(value)) if isinstance(value, (str, float)) else value
     if "enum" in schema and isinstance(value, str):
         number = _as_number(value)

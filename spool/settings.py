@@ -158,6 +158,24 @@ class BatchLimits:
 
 
 @dataclass(frozen=True)
+class ReceiverSettings:
+    """Where training hosts without shared storage send to.
+
+    Parameters
+    ----------
+    host : str
+        Address of this host; "" for all.
+    port : int
+    tls_dir : Path or None
+        Of certificates and keys; None listens without TLS.
+    """
+
+    host: str
+    port: int
+    tls_dir: Path | None
+
+
+@dataclass(frozen=True)
 class Settings:
     """The whole configuration of the checking host, validated.
 
@@ -188,6 +206,7 @@ class Settings:
     judge: JudgeSettings = field(default_factory=JudgeSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     retire: RetireSettings = field(default_factory=RetireSettings)
+    receiver: ReceiverSettings | None = None
 
     @property
     def work(self) -> WorkDir:
@@ -299,7 +318,22 @@ def load_settings(config: Mapping[str, Any], schema: Mapping[str, Any]) -> Setti
             failed_dir=str(Path(failed).absolute()) if failed else "",
             **_given(values, RetireSettings),
         ),
+        receiver=_receiver(values),
         **_given(values, Settings, skip=("spool_dir", "work_dir", "results_dir")),
+    )
+
+
+def _receiver(values: Mapping[str, Any]) -> ReceiverSettings | None:
+    port, directory = values.get("port"), values.get("tls_path")
+    if port in (None, -1):
+        return None
+    if directory is None:
+        raise ConfigError(
+            f"config: port={port}: tls_path is missing: name the directory of certificates, or say "
+            "tls_path='' to listen without TLS, where everybody on the way can read and change it"
+        )
+    return ReceiverSettings(
+        values.get("host") or "", int(str(port)), Path(directory) if directory else None
     )
 
 

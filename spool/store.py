@@ -122,8 +122,16 @@ class Store:
         self._touched: set[Path] = set()
 
     @classmethod
-    def create(cls, root: Path, versions: dict[str, str]) -> Store:
+    def create(cls, root: Path, versions: dict[str, str], run: RunInfo | None = None) -> Store:
         """Make the spool at `root`, or adopt the one that is there.
+
+        Parameters
+        ----------
+        root : Path
+        versions : dict of str to str
+            Of the programs that write it.
+        run : RunInfo, optional
+            What a new one says, if it is a part of a run that began elsewhere.
 
         Raises
         ------
@@ -134,7 +142,7 @@ class Store:
         try:
             make_dirs(root)
             if not os.path.lexists(root / _RUN):
-                exclusive_write(root / _RUN, to_json(new_run(versions)))
+                exclusive_write(root / _RUN, to_json(run or new_run(versions)))
         except FileExistsError:
             raise StoreError(f"{root} is a file, not a directory: name another spool") from None
         except OSError as error:

@@ -17,15 +17,16 @@ def make_call(
     api: str = "Torch.add",
     index: int | None = None,
     error: float = 0.0,
+    elements: int = 8,
 ) -> Call:
     """``torch.add(x, y)`` of two fp32 vectors, its result off by `error` where asked."""
-    x = np.arange(8, dtype=np.float32) + order
-    y = np.full(8, 0.5, dtype=np.float32)
+    x = np.arange(elements, dtype=np.float32) + order
+    y = np.full(elements, 0.5, dtype=np.float32)
     out = x + y
     out[3] += error
 
     def ref(region: int) -> TensorRef:
-        return TensorRef(region, "float32", (8,), (1,), 0)
+        return TensorRef(region, "float32", (elements,), (1,), 0)
 
     return Call(
         api=api,

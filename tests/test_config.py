@@ -173,10 +173,24 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load(tmp_path / "d.yaml")
 
 
-def test_receiver_without_spool_dir_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for keywords in ({"host": "h", "port": 1}, {"host": "h"}, {"port": 5}):
-        with pytest.raises(ConfigError, match="writes to spool_dir only"):
+def test_a_receiver_of_an_msprobe_file(tmp_path: Path) -> None:
+    tensor = {**MSPROBE["tensor"], "nfs_path": "", "host": "127.0.0.1", "port": 29500}  # type: ignore[dict-item]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**MSPROBE, "tensor": tensor}))
+    settings = load(path)
+    assert (settings.spool_dir, settings.port, settings.tls_path) == (None, 29500, "")
+
+
+def test_a_receiver_is_named_whole_and_counts_without_a_directory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for keywords in ({"host": "h"}, {"port": 5}):
+        with pytest.raises(ConfigError, match="a receiver is named by both; or set spool_dir"):
             load(**keywords)
+    with pytest.raises(ConfigError, match="tls_path is missing: name the directory"):
+        load(host="h", port=1)
+    settings = load(host="h", port=1, tls_path="", spill_dir="/s", tls_server_name="n")
+    assert (settings.spool_dir, settings.spill_dir) == (None, Path("/s"))
     assert load(spool_dir="/a", host="h", port=1).host == "h"
     assert load(port=-1, host="").port is None
     monkeypatch.setenv("SPOOL_DIR", "/env")
@@ -248,7 +262,6 @@ def test_msprobe_unset_values_mean_unset(tmp_path: Path, monkeypatch: pytest.Mon
         ({"rank": ["a-b"]}, "rank=['a-b']"),
         ({"port": 70000}, "port=70000"),
         ({"scope": ["relu"]}, "scope=['relu']"),
-        ({"nfs_path": "", "host": "127.0.0.1", "port": 29500}, "writes to spool_dir only"),
     ],
 )
 def test_msprobe_wrong_values(tmp_path: Path, changes: dict[str, object], said: str) -> None:

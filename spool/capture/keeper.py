@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 
 from spool.capture.watermark import Watermark
+from spool.claim import HEARTBEAT_SECONDS
 
 logger = logging.getLogger("spool")
 
-HEARTBEAT_SECONDS = 5.0
 _MEASURE_SECONDS = 0.5
 _TICK = 0.25
 

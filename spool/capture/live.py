@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 
 from spool.capture.arena import Arena
-from spool.capture.claim import claim
 from spool.capture.context import npu_version
+from spool.capture.destination import Destination, Shared, Shipped
 from spool.capture.engine import Engine
 from spool.capture.exits import Exits, raised_by_handler
 from spool.capture.filters import Filters
@@ -32,7 +32,7 @@ from spool.capture.writers import Done, Pull, Writers
 from spool.config import CaptureConfig
 from spool.errors import StoreError, ignoring_refusals
 from spool.files import occupy_standard
-from spool.store import Heartbeat, RankCounts, StepCounts, Store
+from spool.store import Heartbeat, RankCounts, StepCounts
 
 logger = logging.getLogger("spool")
 
@@ -81,10 +81,12 @@ class Live:
             self._arena = Arena(config.queue_bytes)
             undo.callback(self._arena.retire)
             undo.callback(self._arena.close_file)
-            self._store = Store.create(config.spool_dir, _versions())
-            self._kept = claim(self._store, rank, config.resume, self._patience)
+            self._destination = self._choose_destination()
+            undo.callback(self._destination.abandon)
+            self._store = self._destination.store
+            self._kept = self._destination.kept
             watermark = Watermark(
-                config.max_spool_bytes, config.on_full == "drop", lambda: self._store.usage()
+                self._destination.limit, config.on_full == "drop", lambda: self._store.usage()
             )
             self._sink = Sink(
                 rank,
@@ -119,6 +121,17 @@ class Live:
                 self._step,
                 ": the closed ones are not captured again" * (self._step in self._kept),
             )
+
+    @property
+    def where(self) -> str:
+        """What is captured goes there."""
+        return self._destination.where
+
+    def _choose_destination(self) -> Destination:
+        root = self._config.spool_dir
+        if root is None:
+            return Shipped(self._rank, self._config, _versions())
+        return Shared(root, self._rank, self._config, _versions(), self._patience)
 
     def _start_writers(
         self, pull: Pull, done: Callable[[Done], None], lock: threading.RLock
@@ -266,6 +279,7 @@ class Live:
             writer=self._sink.backend.process,
         )
         self._store.heartbeat(self._rank, beat)
+        self._destination.tell()
 
     # Ends.
 
@@ -366,6 +380,7 @@ class Live:
             amount(sum(step.bytes for step in steps)),
             sum(step.dropped for step in steps),
         )
+        self._destination.wait(self._config.max_wait)
 
     def _say_unmet(self) -> None:
         """What was asked for and never came, so that nobody takes its absence for a pass."""

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -180,11 +181,12 @@ def enable(
         # It imports the program again before it begins: what stands at the top of it runs.
         logger.info("a spawned child imports the program again: nothing is captured there")
         return Session(settings, rank, None)  # which may enable by itself later
-    _check_directory(settings)
+    if settings.spool_dir is not None:
+        _check_directory(settings.spool_dir)
     session = Session(settings, rank, None)
     session._live = Live(settings, rank, on_end=lambda: _forget(session))
     _current, _said_without = session, True
-    logger.info("rank %d is captured into %s", rank, settings.spool_dir)
+    logger.info("rank %d is captured into %s", rank, session._live.where)
     if autostart:
         session.start()
     return session
@@ -229,8 +231,7 @@ def find_rank() -> int:
     return int(text)
 
 
-def _check_directory(config: CaptureConfig) -> None:
-    path = config.spool_dir
+def _check_directory(path: Path) -> None:
     parent = path.absolute().parent
     if not parent.is_dir():
         raise ConfigError(

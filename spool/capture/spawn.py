@@ -9,12 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from spool.claim import WRITER
 from spool.errors import ignoring_refusals, is_of_system
 from spool.files import above_standard
 from spool.processes import Process
 
-WRITER = "spool.capture.writer_process"
-"""Part of the command line of a writer process."""
 IN_WRITER = "SPOOL_IN_WRITER"
 """Set in the environment of a writer process: what runs at the start of a Python may enable."""
 
@@ -29,7 +28,7 @@ if pid := os.fork():
     os.write(int(sys.argv[-1]), pid.to_bytes({_PID_BYTES}, "little"))
     os._exit(0)
 sys.path[:] = [{str(Path(__file__).parents[2])!r}, *filter(None, sys.path)]
-from {WRITER} import main
+from {{program}} import main
 main()
 """
 
@@ -101,19 +100,41 @@ def start(memory: int) -> tuple[Process, Descriptor, Descriptor]:
         os.set_blocking(tasks.number, False)
         os.set_blocking(reports.number, False)
         files = tasks_there.number, reports_there.number
-        first = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, *map(str, (me.pid, me.started, *files))],
-            # Whatever else runs at the start of a Python there may print.
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(memory, *files),
-            env={**os.environ, IN_WRITER: "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
+        arguments = [str(number) for number in (me.pid, me.started, *files)]
+        first = _launch(WRITER, arguments, (memory, *files))
         process = _child_of(first, reports.number)
         here.pop_all()
     return process, tasks, reports
+
+
+def start_program(program: str, arguments: list[str]) -> Process:
+    """Start another module's ``main``; it gets this process's number and `arguments`.
+
+    Raises
+    ------
+    OSError
+        If the system starts none, or one that ends at once.
+    """
+    with contextlib.ExitStack() as stack:
+        told, tell = pipe()
+        stack.callback(told.close)
+        stack.callback(tell.close)
+        os.set_blocking(told.number, False)
+        numbers = [str(os.getpid()), *arguments, str(tell.number)]
+        return _child_of(_launch(program, numbers, (tell.number,)), told.number)
+
+
+def _launch(program: str, arguments: list[str], files: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM.format(program=program), *arguments],
+        # Whatever else runs at the start of a Python there may print.
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=files,
+        env={**os.environ, IN_WRITER: "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
 
 
 def _child_of(first: subprocess.Popen[bytes], reports: int) -> Process:

@@ -21,8 +21,10 @@ from spool.errors import ConfigError, SpoolError, StoreError, explain
 from spool.intake.calm import quieten, share_timer
 from spool.intake.follow import Intake
 from spool.intake.lock import WorkLock
+from spool.intake.remind import say
 from spool.intake.targets import existing_targets
-from spool.settings import Settings
+from spool.settings import ReceiverSettings, Settings
+from spool.transport.receiver import Receiver
 
 
 class Feed(queue.Queue[Any]):
@@ -83,10 +85,18 @@ class Feed(queue.Queue[Any]):
         (self._settings.work.root / "logs" / "verdict.log").unlink(missing_ok=True)
         if not self._workflow.output_settings.verbose:
             quieten(logging.getLogger("snakemake.logging"))
+        if self._settings.receiver is not None:
+            self._listen(self._settings.receiver)
         self._intake = Intake(self._settings, self._put_path, self._finish)
         self._intake.prepare()
         self._intake.start()
         atexit.register(self._intake.stop)
+
+    def _listen(self, where: ReceiverSettings) -> None:
+        receiver = Receiver(self._settings.spool_dir, where.host, where.port, where.tls_dir, say)
+        receiver.start()
+        atexit.register(receiver.stop)
+        say(f"receiving at port {receiver.port} into {receiver.root}")
 
     def _put_path(self, path: Path) -> None:
         self.put(str(path))

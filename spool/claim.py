@@ -7,13 +7,15 @@ import os
 import time
 from pathlib import Path
 
-from spool.capture.keeper import HEARTBEAT_SECONDS
-from spool.capture.spawn import WRITER
 from spool.errors import StoreError
 from spool.processes import runs_on
 from spool.store import Heartbeat, StepCounts, Store
 
 logger = logging.getLogger("spool")
+
+HEARTBEAT_SECONDS = 5.0
+WRITER = "spool.capture.writer_process"
+"""Part of the command line of a writer process."""
 
 
 def claim(store: Store, rank: int, resume: bool, patience: float) -> dict[int, StepCounts]:
@@ -48,10 +50,7 @@ def claim(store: Store, rank: int, resume: bool, patience: float) -> dict[int, S
         )
     if not resume:
         if beat is not None or store.steps(rank) or store.rank_closed(rank) is not None:
-            raise StoreError(
-                f"{store.root} holds a capture of rank {rank} already: enable with resume=True to "
-                f"go on with it, name another spool_dir, or run `spool clear {store.root}`"
-            )
+            raise already_there(store, rank)
         return {}
     store.reopen_rank(rank)
     store.remove_partials(rank)
@@ -59,6 +58,14 @@ def claim(store: Store, rank: int, resume: bool, patience: float) -> dict[int, S
         store.drop_step(rank, number)
     kept = {number: store.step_closed(rank, number) for number in store.steps(rank)}
     return {number: counts for number, counts in kept.items() if counts is not None}
+
+
+def already_there(store: Store, rank: int) -> StoreError:
+    """What to raise where an earlier capture of a rank is in the way."""
+    return StoreError(
+        f"{store.root} holds a capture of rank {rank} already: enable with resume=True to "
+        f"go on with it, name another spool_dir, or run `spool clear {store.root}`"
+    )
 
 
 def _wait_for_writer(store: Store, rank: int, beat: Heartbeat, patience: float) -> Heartbeat | None:
