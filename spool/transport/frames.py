@@ -5,9 +5,10 @@
     magic "SPOL" | version | kind | 0 | sequence | bytes of JSON | bytes after it
     | crc32 of the JSON and the bytes | crc32 of all before
 
-all big-endian. A reader looks at the header before it takes anything in, and hangs up at
-the first frame that is not one: the other end connects again and sends again what was not
-acknowledged.
+all big-endian. The bytes of a shard are left out of the checksum: it has its own, and is
+read before it is published. A reader looks at the header before it takes anything in, and
+hangs up at the first frame that is not one: the other end connects again and sends again
+what was not acknowledged.
 
 =============  =========  ===========================================================
 kind           from       JSON
@@ -103,7 +104,7 @@ class Frame:
     def encode(self) -> bytes:
         """As it is sent."""
         meta = encode_meta(self.meta)
-        crc = checksum(meta, self.body)
+        crc = checksum(meta, b"" if self.kind == Kind.SHARD else self.body)
         return pack(self.kind, self.sequence, meta, len(self.body), crc) + meta + self.body
 
 

@@ -213,9 +213,9 @@ class Inbox:
 
     def _commit(self, items: Sequence[Arrived]) -> None:
         new = [item for item in items if item.file not in self._names.get(item.step, ())]
-        files = {item.file: item for item in new}
+        files = {(item.step, item.file): item for item in new}
         for item in items:
-            if files.get(item.file) is not item:  # it came twice on one connection
+            if files.get((item.step, item.file)) is not item:  # it came twice on one connection
                 self.discard(self._store.step_dir(self._rank, item.step) / item.partial)
         new = list(files.values())
         for item in new:

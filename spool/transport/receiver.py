@@ -189,11 +189,12 @@ class Receiver:
             await _send(writer, _refusal(f"rank {rank} is being captured by another process", True))
             return
         self._serving[rank] = session
-        disk = ThreadPoolExecutor(1, thread_name_prefix=f"spool-rank{rank}")
+        disks = [ThreadPoolExecutor(1, thread_name_prefix=f"spool-rank{rank}") for _ in range(2)]
         try:
-            await _Connection(self, reader, writer, disk, rank, where).run(hello)
+            await _Connection(self, reader, writer, disks, rank, where).run(hello)
         finally:
-            disk.shutdown(wait=False)  # a disk that hangs holds up nobody else
+            for disk in disks:
+                disk.shutdown(wait=False)  # a disk that hangs holds up nobody else
             if self._serving.get(rank) == session:
                 del self._serving[rank]
 
@@ -235,17 +236,18 @@ class _Connection:
         receiver: Receiver,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        disk: ThreadPoolExecutor,
+        disks: list[ThreadPoolExecutor],
         rank: int,
         where: str,
     ) -> None:
         self._receiver = receiver
         self._reader = reader
         self._writer = writer
-        self._disk = disk
+        self._disk, self._publisher = disks
         self._rank = rank
         self._where = where
-        self._arrived: asyncio.Queue[tuple[int, Arrived]] = asyncio.Queue(_COMMIT)
+        # What is written waits here to be read and published, by a thread of its own.
+        self._arrived: asyncio.Queue[_Written] = asyncio.Queue(_COMMIT)
         self._sending = asyncio.Lock()
         self._inbox: Inbox | None = None
 
@@ -265,7 +267,9 @@ class _Connection:
             for task in (taking, *others):
                 task.cancel()
             await asyncio.gather(taking, *others, return_exceptions=True)
-            await self._on_disk(self._here.discard)
+            # When nothing is begun any more; and not beside what is being published.
+            await self._on_disk(lambda: None)
+            await self._publishing(self._here.discard)
 
     async def _welcome(self, hello: Frame) -> None:
         versions = hello.meta.get("versions")
@@ -295,6 +299,9 @@ class _Connection:
 
     async def _on_disk(self, act: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._disk, act)
+
+    async def _publishing(self, act: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._publisher, act)
 
     async def _answer(self, kind: Kind, sequence: int, **meta: Any) -> None:
         async with self._sending:
@@ -327,16 +334,14 @@ class _Connection:
             raise FrameError("a shard without its step or name")
         landing = _Landing()
         try:
+            if zlib.crc32(text) != crc:
+                raise FrameError("a frame does not match its checksum")
             await self._on_disk(lambda: landing.open(lambda: self._here.place(step, file)))
-            found = zlib.crc32(text)
             while size:
                 data = await _some(self._reader, size)
                 size -= len(data)
-                found = zlib.crc32(data, found)
                 if landing.is_open:
                     await self._on_disk(lambda d=data: landing.write(d))  # type: ignore[misc]
-            if found != crc:
-                raise FrameError("a shard does not match its checksum")
         finally:
             landing.close()
         if landing.refused:
@@ -350,43 +355,42 @@ class _Connection:
         elif landing.path is None:  # it came before
             await self._answer(Kind.ACK, sequence)
         else:
-            await self._check(sequence, step, file, landing.path)
-
-    async def _check(self, sequence: int, step: int, file: str, partial: Path) -> None:
-        try:
-            arrived = await self._on_disk(lambda: self._here.check(step, file, partial))
-        except Refused as error:
-            self._receiver.tell(self._where, str(error))
-            await self._answer(Kind.BAD, sequence, why=str(error))
-        except OSError as error:
-            await self._answer(Kind.BUSY, sequence, why=explain(error))
-        else:
-            await self._arrived.put((sequence, arrived))
+            await self._arrived.put(_Written(sequence, step, file, landing.path))
             self._receiver.ranks[self._rank].waiting = self._arrived.qsize()
 
     async def _commit(self, counts: Counts) -> None:
-        """Publish what has arrived, as much as there is at a time, and acknowledge it."""
+        """Read and publish what has arrived, as much as there is at a time; answer each."""
         while True:
             items = [await self._arrived.get()]
             while not self._arrived.empty():
                 items.append(self._arrived.get_nowait())
-            arrived = [item for _, item in items]
-            try:
-                nbytes = await self._on_disk(lambda a=arrived: self._publish(a))  # type: ignore[misc]
-            except OSError as error:
-                for sequence, _ in items:
-                    await self._answer(Kind.BUSY, sequence, why=explain(error))
-                continue
+            arrived, answers = await self._publishing(lambda i=items: self._publish(i))  # type: ignore[misc]
             counts.waiting = self._arrived.qsize()
-            counts.shards += len(items)
-            counts.bytes += nbytes
-            counts.last = arrived[-1].file
-            for sequence, _ in items:
-                await self._answer(Kind.ACK, sequence)
+            counts.shards += len(arrived)
+            counts.bytes += sum(item.nbytes for item in arrived)
+            counts.last = arrived[-1].file if arrived else counts.last
+            for sequence, kind, why in answers:
+                if kind == Kind.BAD:
+                    self._receiver.tell(self._where, why)
+                await self._answer(kind, sequence, **({"why": why} if why else {}))
 
-    def _publish(self, items: list[Arrived]) -> int:
-        self._here.commit(items)
-        return sum(item.nbytes for item in items)
+    def _publish(self, items: list[_Written]) -> tuple[list[Arrived], list[tuple[int, Kind, str]]]:
+        """What is published, and the answers for all."""
+        answers: list[tuple[int, Kind, str]] = []
+        good: dict[int, Arrived] = {}
+        for item in items:
+            try:
+                good[item.sequence] = self._here.check(item.step, item.file, item.partial)
+            except Refused as error:
+                answers.append((item.sequence, Kind.BAD, str(error)))
+            except OSError as error:
+                self._here.discard(item.partial)
+                answers.append((item.sequence, Kind.BUSY, explain(error)))
+        try:
+            self._here.commit(list(good.values()))
+        except OSError as error:
+            return [], answers + [(sequence, Kind.BUSY, explain(error)) for sequence in good]
+        return list(good.values()), answers + [(sequence, Kind.ACK, "") for sequence in good]
 
     async def _take_marker(self, frame: Frame, counts: Counts) -> None:
         here = self._here
@@ -395,9 +399,9 @@ class _Connection:
                 step = frame.meta.get("step")
                 if type(step) is not int:
                     raise FrameError("a step without its number")
-                await self._on_disk(lambda: here.close_step(step, frame.body))
+                await self._publishing(lambda: here.close_step(step, frame.body))
             elif frame.kind == Kind.RANK:
-                await self._on_disk(lambda: here.close_rank(frame.body))
+                await self._publishing(lambda: here.close_rank(frame.body))
                 counts.closed = True
             elif frame.kind == Kind.BEAT:
                 if frame.body:  # else nobody captures yet
@@ -410,6 +414,16 @@ class _Connection:
                 await self._answer(Kind.BUSY, frame.sequence, why=explain(error))
             return
         await self._answer(Kind.ACK, frame.sequence)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A shard that was written, and is not yet read."""
+
+    sequence: int
+    step: int
+    file: str
+    partial: Path
 
 
 class _Landing:

@@ -38,6 +38,7 @@ _LOOK_SECONDS = 0.05
 _BEAT_SECONDS = 5.0
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.5, 15.0
 _BUSY_SECONDS = 1.0
+_ATTEMPTS = 10
 # A disk may be slow; a receiver that has lost count must not hold us for ever.
 _ANSWER_SECONDS = 60.0
 
@@ -123,6 +124,7 @@ class Shipper:
         self._away = ""
         self._beaten = b""
         self._moved = 0.0
+        self._refusals: dict[Path, int] = {}
         self.shards = 0
         self.refused = 0
 
@@ -275,7 +277,8 @@ class Shipper:
         sequence: int = 0,
     ) -> None:
         text = encode_meta(meta)
-        connection.writer.write(pack(kind, sequence, text, len(body), checksum(text, body)) + text)
+        crc = checksum(text, b"" if kind == Kind.SHARD else body)
+        connection.writer.write(pack(kind, sequence, text, len(body), crc) + text)
         view = memoryview(body)
         for start in range(0, len(body), PIECE):
             connection.writer.write(view[start : start + PIECE])
@@ -323,6 +326,8 @@ class Shipper:
                         f"{str(frame.meta.get('why', ''))[:300]}"
                     )
                 self._busy_until = time.monotonic() + _BUSY_SECONDS
+            elif frame.kind == Kind.BAD and self._try_again(sent.path):
+                self._names.discard(sent.path)
             elif frame.kind == Kind.BAD:
                 self.refused += 1
                 why = str(frame.meta.get("why", ""))[:300]
@@ -334,6 +339,11 @@ class Shipper:
             else:
                 raise ValueError(f"it answers with {frame.kind.name}")
             self._answered.set()
+
+    def _try_again(self, path: Path) -> bool:
+        """Whether what was refused is sent once more: it may have been damaged on the way."""
+        self._refusals[path] = self._refusals.get(path, 0) + 1
+        return self._refusals[path] < _ATTEMPTS
 
     def _settle(self, sent: _Sent) -> None:
         """Delete what the receiver has."""

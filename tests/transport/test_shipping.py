@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 from spools import make_call
 
+from spool import shard
 from spool.errors import ConfigError, StoreError
 from spool.store import Heartbeat, RankCounts, StepCounts, Store
 from spool.transport.frames import Frame, Kind
+from spool.transport.inbox import Arrived, Inbox
 from spool.transport.link import Link, greet
 from spool.transport.receiver import Receiver
 from spool.transport.shipper import Shipper
@@ -118,6 +120,7 @@ def test_the_received_spool_is_the_local_one_byte_for_byte(site: Site) -> None:
     assert len(expected) == 15
     shipper = site.ship(store)
     assert shipper.run()
+    assert site.said == []
     assert files(site.spool) == expected
     assert not store.root.exists()
     assert shipper.shards == 10
@@ -354,7 +357,10 @@ HOSTILE: dict[str, tuple[list[bytes], str]] = {
     "another version": ([header(version=9)], "speaks version 9, this one 1"),
     "an unknown kind": ([hello(), header(kind=99)], "there is no frame of kind 99"),
     "a damaged header": ([hello(), SHARD.encode()[:20] + b"x" * 40], "a header does not match"),
-    "no greeting": ([SHARD.encode()], "begins with something else than a greeting"),
+    "no greeting": (
+        [Frame(Kind.STEP, 1, {"step": 0}, b"{}").encode()],
+        "begins with something else than a greeting",
+    ),
     "no rank": ([Frame(Kind.HELLO, 0, {"rank": -1, "session": OTHER}).encode()], "without a rank"),
     "no object": (
         [hello(), Frame(Kind.SHARD, 1).encode()],
@@ -364,7 +370,10 @@ HOSTILE: dict[str, tuple[list[bytes], str]] = {
         [hello(), header(body=1 << 60)],
         f"a frame of 0 and {1 << 60} bytes; {4 << 30} are allowed",
     ),
-    "damaged": ([hello(), damaged(SHARD)], "does not match its checksum"),
+    "damaged": (
+        [hello(), damaged(Frame(Kind.STEP, 1, {"step": 0}, b"{}"))],
+        "does not match its checksum",
+    ),
     "a path": (
         [hello(), Frame(Kind.SHARD, 1, {"step": 0, "file": "../../x.h5"}, b"x").encode()],
         "is no name of a shard",
@@ -479,3 +488,61 @@ def test_a_capture_that_is_being_sent_is_not_taken_over(plain: Site) -> None:
     store.close_rank(0, RankCounts({}, "disabled"))
     thread.join(20)
     assert not thread.is_alive()
+
+
+def test_shards_of_one_name_in_two_steps_are_two(plain: Site) -> None:
+    """Published together, and each twice."""
+    store = plain.begin()
+    inbox = Inbox(Store.open(plain.spool), 0, shard.Limits())
+    inbox.begin(SESSION, False, 0.0)
+    arrived = []
+    for step in (0, 1, 0, 1):
+        call = make_call(step=step)
+        partial = inbox.place(step, "000000.Torch.add.0.h5")
+        assert partial is not None
+        shard.write(call, partial)
+        arrived.append(inbox.check(step, "000000.Torch.add.0.h5", partial))
+    inbox.commit(arrived)
+    assert sorted(files(plain.spool)) == [
+        "rank0/step0/000000.Torch.add.0.h5",
+        "rank0/step1/000000.Torch.add.0.h5",
+        "run.json",
+    ]
+    assert inbox.place(1, "000000.Torch.add.0.h5") is None
+    store.clear()
+
+
+@pytest.mark.parametrize("stage", ["noted", "moved"])
+def test_a_receiver_that_is_killed_between_two_steps_of_publishing(
+    plain: Site, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    plain.begin()
+    inbox = Inbox(Store.open(plain.spool), 0, shard.Limits())
+    inbox.begin(SESSION, False, 0.0)
+    name = "000000.Torch.add.0.h5"
+    partial = inbox.place(0, name)
+    assert partial is not None
+    shard.write(make_call(), partial)
+    data = partial.read_bytes()
+
+    class Killed(BaseException):
+        pass
+
+    move = inbox._move
+
+    def die(items: Sequence[Arrived]) -> None:
+        if stage == "moved":
+            move(items)
+        raise Killed
+
+    monkeypatch.setattr(inbox, "_move", die)
+    with pytest.raises(Killed):
+        inbox.commit([inbox.check(0, name, partial)])
+    again = Inbox(Store.open(plain.spool), 0, shard.Limits())
+    again.begin(SESSION, False, 0.0)
+    place = plain.spool / "rank0/step0"
+    assert [path.name for path in place.iterdir()] == [name]
+    assert (place / name).read_bytes() == data
+    assert again.place(0, name) is None
+    (place / name).unlink()  # checked, and retired
+    assert again.place(0, name) is None
