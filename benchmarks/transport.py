@@ -20,9 +20,11 @@ import socket
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -115,6 +117,12 @@ def bare(work: Path, shards: int, directory: Path | None) -> tuple[float, float]
     return took
 
 
+def count(stream: IO[bytes], arrived: list[int]) -> None:
+    """Takes in what a program prints."""
+    while data := stream.read1(SHARD):  # type: ignore[attr-defined]
+        arrived.append(len(data))
+
+
 def openssl(work: Path, shards: int, directory: Path | None) -> tuple[float, float]:
     """The same bytes from a file through openssl's own client and server."""
     assert directory is not None
@@ -131,29 +139,38 @@ def openssl(work: Path, shards: int, directory: Path | None) -> tuple[float, flo
             *("-CAfile", "ca.crt", "-Verify", "1", "-quiet", "-naccept", "1"),
         ],
         cwd=directory,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,  # it hangs up at the end of this
+        stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
     time.sleep(0.5)
+    assert server.stdout is not None
+    arrived: list[int] = []
+    taking = threading.Thread(target=count, args=(server.stdout, arrived))
+    taking.start()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
     with open(source, "rb") as file:
-        subprocess.run(
+        client = subprocess.Popen(
             [
                 *("openssl", "s_client", "-connect", f"localhost:{port}", *own["client"]),
-                *("-CAfile", "ca.crt", "-quiet", "-no_ign_eof"),
+                *("-CAfile", "ca.crt", "-quiet"),
             ],
             cwd=directory,
             stdin=file,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            check=False,
         )
+    while sum(arrived) < shards * SHARD:
+        time.sleep(0.001)
+        assert time.perf_counter() - began < 600
     took = time.perf_counter() - began
+    client.kill()
+    client.wait()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     server.kill()
     server.wait()
+    taking.join()
     source.unlink()
     return took, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 import struct
 import threading
@@ -20,6 +21,7 @@ from spools import make_call
 from spool import shard
 from spool.errors import ConfigError, StoreError
 from spool.store import Heartbeat, RankCounts, StepCounts, Store
+from spool.transport import receiver
 from spool.transport.frames import Frame, Kind
 from spool.transport.inbox import Arrived, Inbox
 from spool.transport.link import Link, greet
@@ -546,3 +548,50 @@ def test_a_receiver_that_is_killed_between_two_steps_of_publishing(
     assert again.place(0, name) is None
     (place / name).unlink()  # checked, and retired
     assert again.place(0, name) is None
+
+
+def test_who_says_nothing_is_hung_up_on(plain: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its greeting, in the middle of a shard, and before; others go on meanwhile."""
+    monkeypatch.setattr(receiver, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(receiver, "HANDSHAKE_SECONDS", 1.0)
+    slow = [
+        threading.Thread(target=raw, args=(plain.port, *pieces), kwargs={"wait": 20.0})
+        for pieces in (
+            [b"S"],
+            [hello(rank=3)],
+            [hello(rank=4), Frame(Kind.SHARD, 1, SHARD.meta, b"x" * 5000).encode()[:3000]],
+        )
+        for _ in range(10)
+    ]
+    began = time.monotonic()
+    for thread in slow:
+        thread.start()
+    store = plain.begin()
+    fill(store)
+    expected = files(store.root)
+    assert plain.ship(store).run()
+    for thread in slow:
+        thread.join()
+    assert time.monotonic() - began < 20
+    assert any("says nothing for 1 s; it is taken as gone" in line for line in plain.said)
+    found = files(plain.spool)
+    assert {
+        name: data for name, data in found.items() if not re.search("rank[34]", name)
+    } == expected
+    assert not [name for name in found if name.endswith(".partial")]
+
+
+def test_sixty_four_training_processes(plain: Site) -> None:
+    stores = {rank: plain.begin(rank) for rank in range(64)}
+    expected: dict[str, bytes] = {}
+    for rank, store in stores.items():
+        fill(store, rank, steps=1, calls=3)
+        expected |= files(store.root)
+    threads = [
+        threading.Thread(target=plain.ship(store, rank).run) for rank, store in stores.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert files(plain.spool) == expected
