@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--out", required=True)
     parser.add_argument("--spool-dir")
+    parser.add_argument("--receiver", help="port of this host and directory of certificates: P:DIR")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="loop")
     parser.add_argument("--amp", choices=("bfloat16", "float16"))
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
@@ -89,8 +90,12 @@ def main() -> None:
     losses, gradients = [], []
     fault = defect(options.defect) if options.defect else contextlib.nullcontext()
     with fault:
+        is_captured = options.spool_dir or options.receiver
         if options.spool_dir:
             spool.enable(spool_dir=options.spool_dir)
+        elif options.receiver:
+            port, _, certificates = options.receiver.partition(":")
+            spool.enable(host="localhost", port=int(port), tls_path=certificates)
         for _ in range(options.steps):
             optimizer.zero_grad()
             for _ in range(options.accumulate):
@@ -108,11 +113,11 @@ def main() -> None:
             scaler.step(optimizer)
             scaler.update()
             losses.append(loss.detach().clone())
-            if options.spool_dir:
+            if is_captured:
                 spool.step()
             if options.pause:
                 time.sleep(options.pause)
-        if options.spool_dir:
+        if is_captured:
             spool.disable()
     if options.defect:
         assert fault.calls > 0, f"{options.model} never called {options.defect}"

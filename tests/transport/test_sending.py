@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,54 +86,62 @@ def receiving(tmp_path: Path, certificates: Path) -> Iterator[Receiving]:
 
 
 def captured(root: Path) -> dict[str, bytes]:
-    """Shards and markers of a rank."""
+    """Shards and markers of a rank, but for how long training waited."""
     return {
-        str(path.relative_to(root)): path.read_bytes()
+        str(path.relative_to(root)): re.sub(
+            rb'"blocked_seconds": [0-9.e-]+', b"", path.read_bytes()
+        )
         for path in sorted((root / "rank0").rglob("*"))
         if path.is_file() and path.name != "heartbeat.json"
     }
 
 
-def without_places(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Shards do not know where they lie; markers know how long training waited."""
-    return {
-        name: re.sub(rb'"blocked_seconds": [0-9.e-]+', b"", data) if name.endswith("json") else data
-        for name, data in files.items()
-    }
-
-
-def test_a_receiver_that_is_killed_twice_leaves_the_same_tables(
-    tmp_path: Path, receiving: Receiving, certificates: Path
+@pytest.mark.parametrize(
+    ("model", "checks"),
+    [
+        ("gpt2", False),
+        pytest.param("gpt2", True, marks=pytest.mark.soak),
+        pytest.param("llama", True, marks=pytest.mark.soak),
+    ],
+)
+def test_a_receiver_that_is_killed_twice_leaves_the_same_spool_and_tables(
+    model: str, checks: bool, tmp_path: Path, receiving: Receiving, certificates: Path
 ) -> None:
+    """Of a real model, over TLS; and training's numbers are the same."""
     shared, sent = tmp_path / "shared", tmp_path
     shared.mkdir()
-    harness.python(shared, training("spool_dir='spool-data'"))
-    harness.workflow(shared)
+    options = ("--model", model, "--pause", "1")
+    harness.train(shared, *options, "--out", "on.pt", "--spool-dir", "spool-data")
     receiving.start()
-    where = f"host='localhost', port={receiving.port}, tls_path={str(certificates)!r}"
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", training(where, pause=0.1)],
-        cwd=sent,
-        env=harness.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert trainer.stdout is not None
-    for _ in range(2):
-        trainer.stdout.readline()
-        receiving.kill()
-        time.sleep(0.8)
-        receiving.start()
-    _, said = trainer.communicate(timeout=120)
-    assert trainer.returncode == 0, said
+
+    def kill_twice() -> None:
+        for enough in (50, 400):
+            while len(list(receiving.root.rglob("*.h5"))) < enough:
+                time.sleep(0.01)
+            receiving.kill()
+            time.sleep(0.5)
+            receiving.start()
+
+    killing = threading.Thread(target=kill_twice)
+    killing.start()
+    where = f"{receiving.port}:{certificates}"
+    done = harness.train(sent, *options, "--out", "on.pt", "--receiver", where)
+    killing.join(1)
+    assert not killing.is_alive()
+    said = done.stderr
     assert f"receiver localhost:{receiving.port} has all of it" in said
-    harness.workflow(sent)
-    tables = {
-        kind: {re.sub(r"_\d{14}_", "_", name): data for name, data in harness.tables(cwd).items()}
-        for kind, cwd in (("shared", shared), ("sent", sent))
-    }
-    assert tables["sent"] == tables["shared"]
+    assert said.count("is back") == 2
+    assert (sent / "on.pt").read_bytes() == (shared / "on.pt").read_bytes()
+    spools = [captured(cwd / "spool-data") for cwd in (shared, sent)]
+    assert spools[0] == spools[1]
+    assert len(spools[0]) > 400
+    found = []
+    for cwd in (shared, sent) if checks else ():
+        harness.workflow(cwd)
+        found.append(
+            {re.sub(r"_\d{14}_", "_", name): data for name, data in harness.tables(cwd).items()}
+        )
+    assert found[:1] == found[1:]
 
 
 def test_the_workflow_receives(tmp_path: Path, certificates: Path) -> None:
