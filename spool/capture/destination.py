@@ -115,24 +115,18 @@ class Shipped:
             config.tls_server_name,
         )
         self._link = link
-        welcome = greet(link, resume=config.resume, versions=versions, patience=config.max_wait)
-        self.kept: Mapping[int, StepCounts] = welcome.kept
+        # First: who greets has the rank, and must be able to begin.
         self._root = _make_root(config, link)
         with contextlib.ExitStack() as undo:
             undo.callback(self.abandon)
+            welcome = greet(link, resume=config.resume, versions=versions, patience=config.max_wait)
+            self.kept: Mapping[int, StepCounts] = welcome.kept
             self.store = Store.create(self._root, versions, welcome.run)
             save_order(self._root, link)
             self._process = _start(self._root)
             undo.pop_all()
         # In memory it counts as what waits there.
-        limits = (
-            [config.max_spool_bytes]
-            if config.spill_dir
-            else [
-                config.max_spool_bytes,
-                config.queue_bytes,
-            ]
-        )
+        limits = [config.max_spool_bytes, None if config.spill_dir else config.queue_bytes]
         self.limit = min((limit for limit in limits if limit is not None), default=None)
         self._told = 0
         self.where = f"receiver {link.where}, by way of {self._root}"

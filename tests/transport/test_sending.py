@@ -18,7 +18,7 @@ import torch
 
 import spool
 from spool.cli import main
-from spool.errors import ConfigError
+from spool.errors import ConfigError, StoreError
 from spool.store import Store
 from spool.transport.tls import context
 
@@ -280,6 +280,15 @@ def test_what_is_wrong_at_the_start_is_one_line(tmp_path: Path, certificates: Pa
     assert "cannot be written: Not a directory; name another directory of this host" in str(
         refused.value
     )
+    # Nothing of it is in the way of the next one.
+    spill = tmp_path / "spill"
+    where = {"host": "localhost", "port": receiving.port, "tls_path": "", "spill_dir": spill}
+    with spool.enable(**where):
+        torch.sin(torch.ones(3))
+    assert list(spill.iterdir()) == []
+    with pytest.raises(StoreError, match="holds a capture of rank 0 already"):
+        spool.enable(**where)
+    assert list(spill.iterdir()) == []
     receiving.kill()
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
