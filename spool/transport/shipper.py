@@ -192,9 +192,11 @@ class Shipper:
         sending = asyncio.create_task(self._send(connection))
         try:
             done, _ = await asyncio.wait([reading, sending], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            return sending in done
+            if sending in done:  # whoever hangs up then has everything
+                sending.result()
+                return True
+            reading.result()
+            return False
         finally:
             for task in (reading, sending):
                 task.cancel()
@@ -346,11 +348,11 @@ class Shipper:
         return self._refusals[path] < _ATTEMPTS
 
     def _settle(self, sent: _Sent) -> None:
-        """Delete what the receiver has."""
-        sent.path.unlink(missing_ok=True)
+        """Delete what the receiver has; the rank's marker goes last, with all."""
         self._names.discard(sent.path)
         if sent.step is not None:
             self.shards += 1
+            sent.path.unlink(missing_ok=True)
         elif sent.path.parent.name.startswith("step"):
             with contextlib.suppress(OSError):
                 shutil.rmtree(sent.path.parent)
