@@ -45,5 +45,11 @@ def check_references(fused: Mapping[str, str]) -> dict[str, str]:
     if child.returncode:
         said = child.stderr.strip().splitlines() or [f"fused: exit status {child.returncode}"]
         raise ConfigError(said[-1])
-    digests: dict[str, str] = json.loads(child.stdout.splitlines()[-1])
+    try:
+        digests: dict[str, str] = json.loads((child.stdout.splitlines() or [""])[-1])
+    except ValueError:  # it never came to its end
+        raise ConfigError(
+            f"fused: {', '.join(fused.values())}: a module ends the process while it is imported; "
+            'keep what it does below `if __name__ == "__main__"`'
+        ) from None
     return digests

@@ -84,15 +84,19 @@ def run_workers(job: Job, progress: Progress, reload: Callable[[], Progress]) ->
                 reload()  # cuts off a record that the worker did not finish
                 with Journal(job.journal) as journal:
                     journal.add({"lost": end.current, "reason": end.reason(job)}, 0.0)
-        elif end.status not in (0, _RESTART):
+        elif end.status not in (0, _RESTART) or not _has_settled(todo, reload()):
             idle_deaths += 1
             again = end.ready or end.signal in _OUTSIDE
             if end.hung or not again or idle_deaths >= _MAX_IDLE_DEATHS:
                 raise ReplayError(end.idle_reason(job, idle_deaths))
         progress = reload()
-        if any(progress.settled(number) for number in todo):
+        if _has_settled(todo, progress):
             idle_deaths = 0
     return progress
+
+
+def _has_settled(todo: list[int], progress: Progress) -> bool:
+    return any(progress.settled(number) for number in todo)
 
 
 @dataclass

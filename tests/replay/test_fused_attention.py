@@ -15,6 +15,7 @@ from standin import torch_npu
 
 from spool.replay.fused import npu_fusion_attention as attention
 from spool.replay.fused import npu_fusion_attention_grad as attention_grad
+from spool.replay.fused.attention_problem import results_of_backward
 from spool.replay.fused.reference import Unsupported
 
 D = torch.float64
@@ -304,3 +305,12 @@ def test_lengths_that_do_not_fit(ends: list[int] | None) -> None:
     x = torch.ones(6, 4, 5)
     with pytest.raises(ValueError, match="npu_fusion_attention: "):
         attention(x, x, x, 4, "TND", actual_seq_qlen=ends, actual_seq_kvlen=ends)
+
+
+def test_gradients_of_what_is_not_given_are_not_compared() -> None:
+    """The operator leaves them undefined: None, or an empty tensor."""
+    one = torch.ones(1)
+    assert results_of_backward((), {}) == (0, 1, 2)
+    assert results_of_backward((), {"pse": one, "sink": None}) == (0, 1, 2, 3)
+    assert results_of_backward((), {"sink": one}) == (0, 1, 2, 4)
+    assert results_of_backward((), {"pse": one, "sink": one}) == (0, 1, 2, 3, 4)

@@ -136,3 +136,15 @@ def test_what_a_module_prints_does_not_hide_its_digest(
     assert check_references({"npu_x": "loud_module:f"}) == first
     file.write_text(file.read_text() + "\n")
     assert check_references({"npu_x": "loud_module:f"}) != first
+
+
+@pytest.mark.parametrize("how", ["import sys; sys.exit(0)", "import os; os._exit(0)"])
+def test_a_module_that_ends_the_process_is_refused(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "ending_module.py").write_text(f"{how}\n")
+    with pytest.raises(ConfigError) as refused:
+        check_references({"npu_x": "ending_module:f"})
+    words = "a module ends the process while it is imported; keep what it does below"
+    assert words in str(refused.value)

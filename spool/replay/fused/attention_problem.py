@@ -309,5 +309,10 @@ def results_of_forward(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
 
 
 def results_of_backward(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Which results of backward are compared: older versions have no gradient of a sink."""
-    return (0, 1, 2, 3) if kwargs.get("sink") is None else (0, 1, 2, 3, 4)
+    """Which results of backward are compared.
+
+    The gradients of `pse` and `sink` where there is one: the operator leaves the others
+    undefined, and older versions have none of a sink.
+    """
+    there = {3: kwargs.get("pse"), 4: kwargs.get("sink")}
+    return (0, 1, 2, *(place for place, value in there.items() if value is not None))
