@@ -166,10 +166,7 @@ def load(kind: type[Marker], root: Path, path: Path) -> Marker | None:
         If it cannot be read or is not what `to_json` writes.
     """
     record = _load(root, path)
-    if record is None:
-        return None
-    marker: Marker = _make(kind, record, path)
-    return marker
+    return None if record is None else check(kind, record, path)
 
 
 def load_rank(root: Path, path: Path) -> RankCounts | None:
@@ -197,28 +194,16 @@ def rank_counts(record: dict[str, Any], path: Path) -> RankCounts:
     return RankCounts(counts, str(reason))
 
 
-def step_counts(record: dict[str, Any], path: Path) -> StepCounts:
-    """Check what a step was closed with, as it stands in the file `path`.
+def check(kind: type[Marker], record: dict[str, Any], path: Path) -> Marker:
+    """Check a marker of one kind, as it stands in the file `path`.
 
     Raises
     ------
     StoreError
         If it is not what `to_json` writes.
     """
-    counts: StepCounts = _make(StepCounts, record, path)
-    return counts
-
-
-def heartbeat(record: dict[str, Any], path: Path) -> Heartbeat:
-    """Check a sign of life, as it stands in the file `path`.
-
-    Raises
-    ------
-    StoreError
-        If it is not what `to_json` writes.
-    """
-    beat: Heartbeat = _make(Heartbeat, record, path)
-    return beat
+    marker: Marker = _make(kind, record, path)
+    return marker
 
 
 def run_info(record: dict[str, Any], path: Path) -> RunInfo:

@@ -25,7 +25,8 @@ from spool import shard
 from spool.claim import already_there, claim
 from spool.errors import BadShard, StoreError
 from spool.files import atomic_write, fsync_dir, make_dirs, opener, partial_path
-from spool.markers import heartbeat, rank_counts, step_counts
+from spool.markers import Heartbeat, StepCounts, rank_counts
+from spool.markers import check as check_marker
 from spool.names import parse_shard_name
 from spool.store import Store
 
@@ -264,7 +265,7 @@ class Inbox:
         """Mark a step as complete, after its shards are durable."""
         if not self._is_closed(step):
             path = self._store.step_dir(self._rank, step) / "closed.json"
-            self._store.close_step(self._rank, step, step_counts(_object(text), path))
+            self._store.close_step(self._rank, step, check_marker(StepCounts, _object(text), path))
         self._names.pop(step, None)
         self._sizes.pop(step, None)
         (self._directory / f"step{step}.names").unlink(missing_ok=True)
@@ -278,7 +279,7 @@ class Inbox:
     def beat(self, text: bytes) -> None:
         """Leave the training process's sign of life."""
         path = self._store.rank_dir(self._rank) / "heartbeat.json"
-        self._store.heartbeat(self._rank, heartbeat(_object(text), path))
+        self._store.heartbeat(self._rank, check_marker(Heartbeat, _object(text), path))
 
     def _is_closed(self, step: int) -> bool:
         return self._store.step_closed(self._rank, step) is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spool.errors import ConfigError, StoreError
-from spool.markers import RunInfo, StepCounts, run_info, step_counts
+from spool.markers import RunInfo, StepCounts, check, run_info
 from spool.transport import tls
 from spool.transport.frames import HEADER, MAX_SMALL, Frame, FrameError, Kind, decode_meta, unpack
 
@@ -146,7 +146,7 @@ def _welcome(link: Link, answer: Frame) -> Welcome:
         raise FrameError("it does not answer a greeting")
     path = Path(link.where)
     try:
-        steps = {int(step): step_counts(counts, path) for step, counts in kept.items()}
+        steps = {int(step): check(StepCounts, counts, path) for step, counts in kept.items()}
     except (ValueError, AttributeError):
         raise FrameError("it does not answer a greeting") from None
     return Welcome(run_info(run, path), steps)
